@@ -13,7 +13,7 @@ from flower_desloc.flower.failures import printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import TOTALS
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
-from flower_desloc.flower.replies import Evaluation, number
+from flower_desloc.flower.replies import ClientEvaluation, number
 
 _FAR = 1e6
 """How many medians are far beyond what most clients report."""
@@ -44,7 +44,7 @@ def trained(clients: Mapping[str, ClientRecord]) -> MetricRecord:
     )
 
 
-def unusual(evaluations: Mapping[str, Evaluation]) -> dict[str, str]:
+def unusual(evaluations: Mapping[str, ClientEvaluation]) -> dict[str, str]:
     """Return the clients whose evaluation would outweigh all others, each with the reason.
 
     That is one with a total, or a number of examples, far beyond those of most clients.
@@ -65,7 +65,7 @@ def unusual(evaluations: Mapping[str, Evaluation]) -> dict[str, str]:
 
 
 def pooled(
-    evaluations: Mapping[str, Evaluation], metrics: FromTotals | None
+    evaluations: Mapping[str, ClientEvaluation], metrics: FromTotals | None
 ) -> MetricRecord | None:
     """Return the metrics of all clients together, and each one's as ``client/metric``.
 

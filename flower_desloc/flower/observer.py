@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import SyncSchedule
+
+OF_EVALUATION: Final = "evaluation: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ class WindowRecord:
     """Those whose contribution is in the averages, by name, in the order of summation."""
     left_out: Mapping[str, str]
     """Client name -> why its contribution is not in the averages, or, where the reason begins with
-    "evaluation", not in the evaluation."""
+    ``OF_EVALUATION``, not in the evaluation."""
     traffic: Traffic
     drift: Mapping[str, Drift]
     """Of each averaged stream: spread between clients, distance moved, norm."""

@@ -39,22 +39,6 @@ class Opens(Protocol):
     carrier: Carrier | None
 
 
-def check_options(
-    schedule: SyncSchedule, must_average: str, num_steps: int, eval_every: int, sync_delay: int
-) -> None:
-    """Raise ``ValueError`` for options that are out of range or exclude each other."""
-    if num_steps < 1 or eval_every < 0:
-        raise ValueError(
-            f"num_steps={num_steps}, eval_every={eval_every}: must be at least 1 and 0"
-        )
-    if sync_delay < 0 or (sync_delay and schedule.resets):
-        raise ValueError(
-            f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset"
-        )
-    if must_average not in schedule.periods:
-        raise ValueError("a schedule without params is for baselines.DataParallel")
-
-
 def open_run(
     run: Opens,
     grid: Grid,

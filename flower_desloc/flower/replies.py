@@ -3,8 +3,9 @@
 Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
 
 A reply is not trusted. Its sizes are checked before any of it is decoded (``Limits``), then names,
-shapes, types, finiteness and ranges, and what comes out is a ``Contribution`` or an ``Evaluation``:
-nothing that has one of these checks it again, or reads the metrics of the reply.
+shapes, types, finiteness and ranges, and what comes out is a ``Contribution`` or a
+``ClientEvaluation``: nothing that has one of these checks it again, or reads the metrics of the
+reply.
 """
 
 import math
@@ -169,7 +170,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class ClientEvaluation:
     """What one client adds to an evaluation."""
 
     examples: float

@@ -1,8 +1,7 @@
 """DesLoc: a Flower strategy that averages every stream on its own period.
 
-Algorithm 1 of "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
-Models" (Iacob et al.), with the average taken after the step. One round is one window: ask the
-clients for their local steps, exchange messages, average what is due, record.
+Algorithm 1 of DES-LOC (Iacob et al.), with the average taken after the step. One round is one
+window: ask the clients for their local steps, exchange messages, average what is due, record.
 """
 
 import secrets
@@ -27,7 +26,8 @@ from flower_desloc.flower.log_lines import log_schedule
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import trained
 from flower_desloc.flower.observer import Observer
-from flower_desloc.flower.opening import check_options, open_run
+from flower_desloc.flower.opening import open_run
+from flower_desloc.flower.options import check_options
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import require_window
@@ -69,8 +69,8 @@ class DesLoc(Strategy):
         Lossy format of a stream in messages: ``bf16``, ``int8``, ``int4`` or ``int2``. Those of
         optimizer states need ``templates``.
     kinds : Mapping[str, Kind], optional
-        What the optimizer's states are, where they do not have PyTorch's names:
-        ``kinds_of(optimizer)``. Second moments are coded, checked and merged as such.
+        What the optimizer's states are (``kinds_of(optimizer)``), unless PyTorch's names tell.
+        Second moments are coded, checked and merged as such.
     sync_delay : int (default: 0)
         Local steps that clients take before they merge an average, while the streams travel.
         Their optimizers must state their states' decays (``State.decay``).
@@ -96,7 +96,7 @@ class DesLoc(Strategy):
 
     """
 
-    title = "DES-LOC"
+    title, name, is_secure = "DES-LOC", "desloc", False
     has_bound = True  # whether policy.norm_bound is for the replies to this strategy
     must_average = PARAMS  # a stream that the schedule must have
     sent_always: Collection[str] = ()  # sent in every window, also to clients that have them
@@ -122,9 +122,9 @@ class DesLoc(Strategy):
         resume: Checkpoint | None = None,
         code: Mapping[str, str] | None = None,
     ) -> None:
-        check_options(schedule, self.must_average, num_steps, eval_every, sync_delay)
         self.schedule, self.num_steps, self.policy = schedule, num_steps, policy or Policy()
         self.sync_delay, self.sync_bound = sync_delay, sync_bound
+        check_options(self, eval_every, formats, outer, resume)
         self.eval_every, self.evaluate_clients, self.metrics = eval_every, evaluate_clients, metrics
         self.run_key = resume.run_key if resume else run_key or secrets.token_hex(8)
         self.seed, self.code, self.checkpoints, self.resume = seed, code or {}, checkpoints, resume

@@ -9,7 +9,7 @@ from flower_desloc.core.types import FromTotals, Weight
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.replies import Contribution, Evaluation
+from flower_desloc.flower.replies import ClientEvaluation, Contribution
 from flower_desloc.flower.rounds import RoundLoop
 
 
@@ -40,7 +40,9 @@ class Weighting:
             for name, shares in reply.shares.items()
         }
 
-    def of_evaluations(self, evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+    def of_evaluations(
+        self, evaluations: Mapping[str, ClientEvaluation]
+    ) -> dict[str, ClientEvaluation]:
         """Return the evaluations by client, those above the largest share scaled down to it."""
         by_examples = self._run.metrics is None
         sizes = {

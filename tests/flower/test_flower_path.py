@@ -37,7 +37,7 @@ from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.replies import Evaluation
+from flower_desloc.flower.replies import ClientEvaluation
 
 # Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -467,7 +467,7 @@ def test_an_observer_that_is_none_is_refused_before_the_run(tmp_path):
 def test_metrics_that_are_averaged_may_be_negative_and_totals_not():
     def check(value: float, metrics: Any = None) -> None:
         reported = {"num-examples": 1, "x": value, "totals/x": value}
-        Evaluation.measured(reported, metrics)
+        ClientEvaluation.measured(reported, metrics)
 
     check(-2.0)
     check(2.0, dict)

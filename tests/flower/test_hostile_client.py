@@ -35,7 +35,7 @@ from flower_desloc.flower.messages import TENSOR_NAMES
 from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.replies import Evaluation, client_record
+from flower_desloc.flower.replies import ClientEvaluation, client_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}
@@ -421,8 +421,8 @@ def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_sta
 
 
 def test_no_client_states_the_evaluation_of_another():
-    def reply(**told: float) -> Evaluation:
-        return Evaluation.measured({"num-examples": 1, **told}, None)
+    def reply(**told: float) -> ClientEvaluation:
+        return ClientEvaluation.measured({"num-examples": 1, **told}, None)
 
     false = {"client-0/loss": 9.0, "other/loss": 9.0}
     evaluations = {"client-1": reply(loss=2.0, **false), "client-2": reply(loss=4.0)}
@@ -515,9 +515,9 @@ def test_honest_shares_within_the_cap_are_the_stated_ones():
 # --------------------------------------------------------------------------- What is only shown
 
 
-def reply(metrics: Any = None, **figures: Any) -> Evaluation:
+def reply(metrics: Any = None, **figures: Any) -> ClientEvaluation:
     more = {k.replace("_", "/", 1): v for k, v in figures.items()}
-    return Evaluation.measured({**EVALUATION, **more}, metrics or ratio)
+    return ClientEvaluation.measured({**EVALUATION, **more}, metrics or ratio)
 
 
 def ratio(totals: Any) -> dict[str, float]:
@@ -568,9 +568,11 @@ def test_an_evaluation_by_examples_is_capped_too():
     run = Federation(policy={"max_share": 0.5})
     strategy, _ = run.run()
     strategy.metrics = None
-    said = {c: Evaluation.measured({"num-examples": n, "loss": nats}, None) for c, n, nats in (
-        ("client-0", 10, 2.0), ("client-1", 10**6, 1e-12), ("client-2", 20, 2.0),
-    )}  # fmt: skip
+    figures = {"client-0": (10, 2.0), "client-1": (10**6, 1e-12), "client-2": (20, 2.0)}
+    said = {
+        client: ClientEvaluation.measured({"num-examples": examples, "loss": nats}, None)
+        for client, (examples, nats) in figures.items()
+    }
     counted = strategy.weighting.of_evaluations(said)
     found = pooled(counted, None)
     assert found is not None

@@ -10,7 +10,7 @@ from flower_desloc.core.worker import Worker
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.replies import Evaluation
+from flower_desloc.flower.replies import ClientEvaluation
 
 OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
 
@@ -110,4 +110,4 @@ def test_continuing_is_offered_for_the_failure_of_one_client(reason):
 
 def test_an_evaluation_with_nan_names_where_to_look():
     with pytest.raises(ValueError, match="its total of nats is nan; look for NaN in the param"):
-        Evaluation.measured({"num-examples": 1, "totals/nats": float("nan")}, None)
+        ClientEvaluation.measured({"num-examples": 1, "totals/nats": float("nan")}, None)

@@ -11,7 +11,7 @@ import typer
 from flower_desloc.app.cli.terminal import FAILED, USAGE, failing
 
 if TYPE_CHECKING:
-    from flower_desloc.app.runs.roster import Site, State
+    from flower_desloc.app.runs.roster import RosterEntry, State
 
 
 class Change(StrEnum):
@@ -69,7 +69,7 @@ _STATES: "Mapping[Change, State]" = {
 }
 
 
-def _require_possible(change: Change, names: list[str], sites: "Mapping[str, Site]") -> None:
+def _require_possible(change: Change, names: list[str], sites: "Mapping[str, RosterEntry]") -> None:
     """Raise ``ValueError`` for a change of no site, of an unknown one, or that is none."""
     if not names:
         raise ValueError(f"{change}: name the sites")

@@ -18,6 +18,7 @@ from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
+from flower_desloc.flower.options import exclusion_problems
 from flower_desloc.optim import OPTIMIZERS
 from flower_desloc.secure.identity import LEAST
 from flower_desloc.trackers import TRACKERS
@@ -36,14 +37,6 @@ _PARTITIONS: Final = {
 }
 _EXCLUSIONS: Final = (
     Exclusion(
-        where=lambda config: config.strategy != "desloc",
-        keys=(
-            *("federation.average", "federation.norm_bound", "federation.min_steps", "run.resume"),
-            *("sync_once_at", "sync_phase", "sync_delay", "outer.name"),
-        ),
-        why="only strategy=desloc has it, and strategy={0.strategy} is Flower's own",
-    ),
-    Exclusion(
         where=lambda config: not config.run.keep_best,
         keys=("run.patience",),
         why="it waits for a better value of run.keep_best, which is not set",
@@ -54,34 +47,10 @@ _EXCLUSIONS: Final = (
         why="it is for run.trackers, which names none",
     ),
     Exclusion(
-        where=lambda config: GRADIENTS in config.sync,
-        keys=("sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"),
-        why="sync.gradients averages every step, and optimizer is then the server's",
-    ),
-    Exclusion(
-        where=lambda config: RESET in config.sync.values(),
-        keys=("sync_delay",),
-        why="averages cannot be late where states are reset",
-    ),
-    Exclusion(
         where=lambda config: config.privacy.epsilon is not None,
         keys=("federation.weighting", "model.compile", "model.precision"),
         why="differential privacy hides the number of examples; PyTorch takes the gradient of each "
         "in full precision, and uncompiled",
-    ),
-    Exclusion(
-        where=lambda config: config.privacy.secure_aggregation,
-        keys=(
-            *("federation.average", "federation.weighting", "federation.norm_bound"),
-            *("federation.min_steps", "sync_delay", "compression"),
-        ),
-        why="with privacy.secure_aggregation=true the server learns sums over all clients, and "
-        "nothing of one",
-    ),
-    Exclusion(
-        where=lambda config: config.strategy != "desloc" or GRADIENTS in config.sync,
-        keys=("privacy.secure_aggregation",),
-        why="it is for averages of params and of states by strategy=desloc",
     ),
     Exclusion(
         where=lambda config: config.sync_mode == "probabilistic",
@@ -98,7 +67,7 @@ _EXCLUSIONS: Final = (
         "and is plain SGD or has wrong control variates otherwise",
     ),
 )
-"""What excludes what; what a federation's policy excludes is stated with it."""
+"""What excludes what, besides the options of a strategy (``flower/options.py``)."""
 
 
 def check(config: Config) -> None:
@@ -112,7 +81,9 @@ def check(config: Config) -> None:
 
 
 def _excluded(config: Config) -> Iterator[str]:
-    return chain.from_iterable(exclusion.problems(config) for exclusion in _EXCLUSIONS)
+    yield from exclusion_problems(config)
+    for exclusion in _EXCLUSIONS:
+        yield from exclusion.problems(config)
 
 
 def check_clients(config: Config, setting: str = _SIMULATED) -> None:
@@ -407,11 +378,6 @@ def _compression(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"compression.{error}"
         return
-    if coded and config.strategy != "desloc":
-        yield (
-            f"compression.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which "
-            "sends tensors as they are; set compression={}"
-        )
     for name in config.compression.keys() - config.sync.keys():
         yield (
             f"compression.{name}: sync has no such stream; it has {', '.join(config.sync)}; set "

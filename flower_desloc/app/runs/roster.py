@@ -22,7 +22,7 @@ STATES: tuple[State, ...] = get_args(State)
 
 
 @dataclass(frozen=True)
-class Site:
+class RosterEntry:
     """A site as the last line about it says."""
 
     state: State
@@ -38,13 +38,13 @@ class Roster:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, RosterEntry] = {}
         self._nodes: dict[int, str] = {}
         self._is_closed = False
         self._read = 0  # bytes of the file
 
     @property
-    def sites(self) -> Mapping[str, Site]:
+    def sites(self) -> Mapping[str, RosterEntry]:
         """The sites that have come or were invited; raises ``ValueError`` for a damaged file."""
         try:
             size = self.path.stat().st_size
@@ -86,7 +86,7 @@ class Roster:
     def _take(self, text: bytes) -> None:
         try:
             fields = json.loads(text)
-            name, site = fields.pop("site"), Site(**fields)
+            name, site = fields.pop("site"), RosterEntry(**fields)
             if site.state not in STATES:
                 raise ValueError(f"state must be one of {', '.join(STATES)}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -139,6 +139,6 @@ def inherit(folder: RunFolder, name: str) -> None:
             return
 
 
-def _says(name: str, site: Site) -> str:
+def _says(name: str, site: RosterEntry) -> str:
     because = f": {site.reason}" if site.reason else ""
     return f"{name} was {site.state} by the operator{because}"

@@ -96,7 +96,7 @@ class TrainingLoss:
             return self._loss(model, *(to_device(tensor, device) for tensor in tensors))
 
 
-class Evaluation(Generic[T]):
+class Evaluator(Generic[T]):
     """What a task measures, without gradients, in the run's precision and in micro-batches.
 
     ``measure(model, *tensors)`` gets the rows that go through the model at once, on its device.

@@ -30,9 +30,3 @@ class DataParallel(DesLoc):
 
     def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
         super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
-        if self.sync_delay:
-            raise ValueError(f"sync_delay={self.sync_delay}: must be 0 with gradients")
-        if self.policy.min_steps < 1:
-            raise ValueError(
-                f"min_steps={self.policy.min_steps}: must be 1 with gradients of every step"
-            )

@@ -79,9 +79,8 @@ class FlowerStrategy(DesLoc):
                 "the model has buffers (such as BatchNorm's statistics), which the rounds of "
                 "Flower's own strategies do not carry; set strategy=desloc"
             )
+        self.name = getattr(make, "func", make).__name__
         super().__init__(schedule, num_steps, templates=templates, **options)
-        if self.policy.average != "mean":
-            raise ValueError(f"average={self.policy.average}: the strategy averages by itself")
         self.strategy = make(
             min_train_nodes=1,
             min_available_nodes=1,

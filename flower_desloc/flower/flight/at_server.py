@@ -278,8 +278,8 @@ def _listening(address: str) -> "TensorServer":
         from flower_desloc.flower.flight.transfer import TensorServer
     except ImportError as error:
         raise ValueError(
-            f"{_ADDRESS}={address}: this needs {error.name}; install 'flower-desloc[flight]', or "
-            "leave it out: tensors then travel in Flower's messages"
+            f"{_ADDRESS}={address}: {error}; or leave it out: tensors then travel in Flower's "
+            "messages"
         ) from error
     try:
         return TensorServer(_interface(host.strip("[]")), int(port))

@@ -113,8 +113,6 @@ def _forget_client() -> None:
 
 def _reason(record: ConfigRecord, error: Exception) -> str:
     why = f"{_value(record, 'address', str)}: {error}"
-    if isinstance(error, ImportError):
-        why = f"it has no {error.name}; install 'flower-desloc[flight]' there"
     log(WARNING, "tensors travel in Flower's messages: %s", why)
     return why[:1000]
 

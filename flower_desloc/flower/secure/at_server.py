@@ -94,21 +94,11 @@ class SecureDesLoc(DesLoc):
 
     """
 
-    title = "DES-LOC by secure sums"
+    title, is_secure = "DES-LOC by secure sums", True
     has_bound = False  # of a single client's update nothing is known
 
     def __init__(self, schedule: SyncSchedule, num_steps: int, **options: Any) -> None:
         super().__init__(schedule, num_steps, **{**options, "evaluate_clients": False})
-        policy = self.policy
-        for setting, is_excluded in {
-            f"federation.average={policy.average}": policy.average != "mean",
-            f"federation.weighting={policy.weighting}": policy.weighting != "uniform",
-            f"federation.min_steps={policy.min_steps:g}": policy.min_steps < 1,
-            f"sync_delay={self.sync_delay}": self.sync_delay > 0,
-            f"compression.{next(iter(self.state.formats), '')}": bool(self.state.formats),
-        }.items():
-            if is_excluded:
-                raise ValueError(f"{setting}: secure sums cannot have it; leave it out")
         self.state.sends_codes = True
         self.requests = SecureRequests(self)
         self.total: ServerSum | None = None

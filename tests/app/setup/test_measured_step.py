@@ -11,7 +11,7 @@ from client_app.worker import RunParts
 from flower_desloc.app.config import dump, load
 from flower_desloc.app.setup import measured_step as steps
 from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
-from flower_desloc.app.tasks.compute import Evaluation, TrainingLoss
+from flower_desloc.app.tasks.compute import Evaluator, TrainingLoss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -121,11 +121,11 @@ def test_without_a_number_auto_begins_with_the_batch_on_a_gpu_and_with_one_row_o
     """As on the server and in clients of several processes."""
     rows = torch.arange(8.0)
     seen = []
-    evaluation = Evaluation(lambda _, part: seen.append(len(part)), auto("data.batch_size=4"))
+    evaluation = Evaluator(lambda _, part: seen.append(len(part)), auto("data.batch_size=4"))
     evaluation(nn.Linear(1, 1), rows)
     assert seen == [1] * 8
     if torch.cuda.is_available():
-        evaluation = Evaluation(lambda _, part: seen.append(len(part)), auto("data.batch_size=4"))
+        evaluation = Evaluator(lambda _, part: seen.append(len(part)), auto("data.batch_size=4"))
         evaluation(nn.Linear(1, 1, device=GPU), rows)
         assert seen[8:] == [4, 4]
 

@@ -14,7 +14,7 @@ import server_app
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import build_local_optimizer, build_optimizer
 from flower_desloc.app.tasks import Site, build_task
-from flower_desloc.app.tasks.compute import Evaluation, TrainingLoss
+from flower_desloc.app.tasks.compute import Evaluator, TrainingLoss
 
 SMALL = {"text": ("quickstart", TINY), "images": ("digits", TINY[:3])}
 
@@ -93,7 +93,7 @@ def test_an_evaluation_without_memory_is_tried_again_with_half_the_rows(caplog):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return rows.sum().item()
 
-    evaluation = Evaluation(measure, load("quickstart", "data.micro_batch_size=8"))
+    evaluation = Evaluator(measure, load("quickstart", "data.micro_batch_size=8"))
     model, rows = nn.Linear(1, 1), torch.arange(16.0)
     assert sum(evaluation(model, rows)) == rows.sum()
     assert model.training

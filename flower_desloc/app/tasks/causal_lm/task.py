@@ -17,7 +17,7 @@ from flower_desloc.app.tasks.causal_lm.model import build_model
 from flower_desloc.app.tasks.causal_lm.probe import training_loss
 from flower_desloc.app.tasks.causal_lm.streaming import StreamedShard, streamed_heldout
 from flower_desloc.app.tasks.causal_lm.tokens import Tokens, load_tokenizer
-from flower_desloc.app.tasks.compute import Evaluation, TrainingLoss, share_rows
+from flower_desloc.app.tasks.compute import Evaluator, TrainingLoss, share_rows
 from flower_desloc.app.tasks.protocol import Site, Sums
 from flower_desloc.app.tasks.quiet import quiet
 from flower_desloc.app.tasks.source import Source
@@ -38,7 +38,7 @@ class CausalLM:
         self._config = config
         self._tokenizer = load_tokenizer(config.data.tokenizer)
         self._loss = TrainingLoss(training_loss, config)
-        self._evaluation = Evaluation(measure, config)
+        self._evaluation = Evaluator(measure, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flower_desloc.app.config import Config
-from flower_desloc.app.tasks.compute import Evaluation, TrainingLoss, share_rows
+from flower_desloc.app.tasks.compute import Evaluator, TrainingLoss, share_rows
 from flower_desloc.app.tasks.image_classification.batches import (
     ImageBatch,
     ImageShard,
@@ -39,7 +39,7 @@ class ImageClassification:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._loss = TrainingLoss(_cross_entropy, config)
-        self._evaluation = Evaluation(_measure, config)
+        self._evaluation = Evaluator(_measure, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
