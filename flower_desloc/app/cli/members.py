@@ -39,6 +39,7 @@ def members(
     stays in the run's record.
     """
     from flower_desloc.app.runs.folder import RunFolder, read_lines
+    from flower_desloc.app.runs.resume import completed
     from flower_desloc.app.runs.roster import Roster
 
     run = RunFolder(folder.expanduser().resolve())
@@ -46,6 +47,8 @@ def members(
         roster = Roster(run.members)
         if not roster.sites and not run.config.is_file() and change is not Change.invite:
             raise ValueError(f"{folder} is not the folder of a run")
+        if change not in (None, Change.invite) and completed(run) and not roster.is_closed:
+            raise ValueError(f"the run in {folder} is complete: it has no window left")
         if change is not None:
             _require_possible(change, sites or [], roster.sites)
     if change is not None:

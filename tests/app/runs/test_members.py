@@ -70,6 +70,7 @@ def test_a_change_holds_from_the_next_window_and_is_in_the_record(before_step, t
     assert "windows 5" in table
     assert "client-1  ejected" in table
     assert "windows 3" in table
+    assert "is complete: it has no window left" in refused("members", folder, "pause", "client-0")
 
 
 def test_a_run_that_begins_with_invitations_has_only_these_sites(tmp_path):
