@@ -4,9 +4,9 @@
     python benchmarks/preset_weights.py compare BEFORE AFTER
 
 `run` trains every preset in one process with the code of CHECKOUT (default: this one), and some
-presets again with short periods. The paper's presets are run with a small model on the text in DIR,
-which has one folder for each domain; without DIR they are skipped. `compare` prints which weights
-are equal bit for bit, and the largest difference of the others.
+presets again with short periods. `smollm2_*` are run with a small model on the text in DIR, which
+has one folder for each domain; without DIR they are skipped, as `paper_*` are. `compare` prints
+which weights are equal bit for bit, and the largest difference of the others.
 """
 
 import json
@@ -47,8 +47,8 @@ app = typer.Typer(help=__doc__)
 def run_presets(out: Path, code: Path = ROOT, data: Path | None = None) -> None:
     """Train every preset with the code of a checkout; keep the runs that are in OUT."""
     runs = {path.stem: [path.stem] for path in sorted((code / "configs").glob("*.yaml"))}
-    for name in [name for name in runs if name.startswith("smollm2")]:
-        if data is None:
+    for name in [name for name in runs if name.startswith(("smollm2", "paper"))]:
+        if data is None or name.startswith("paper"):  # of another shape, which SMALL does not fit
             del runs[name]
         else:
             runs[name] += [f"data.source={data.resolve()}", *SMALL]

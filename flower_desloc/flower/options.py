@@ -19,7 +19,7 @@ class _ServerOptimizer:
 
 @dataclass(frozen=True)
 class _Start:
-    resume: str | None = None
+    resume: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def check_options(
         outer=_ServerOptimizer("optimizer" if has_outer else "none"),
         federation=strategy.policy,
         privacy=_Sums(strategy.is_secure),
-        run=_Start(None if resume is None else resume.run_key),
+        run=_Start(resume.run_key if resume else ""),
     )
     for problem in exclusion_problems(options):
         raise ValueError(problem)
