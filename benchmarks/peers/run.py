@@ -79,6 +79,10 @@ PEERS: dict[str, Command] = {
     "flower-deployment": _flower("deployment"),
     "torchft": _torchft,
     "desloc-run": _desloc("run", f"simulation.num_clients={SITES}"),
+    # As with FedAvg, no client keeps states between windows.
+    "desloc-run-reset": _desloc(
+        "run", f"simulation.num_clients={SITES}", "sync.exp_avg=reset", "sync.exp_avg_sq=reset"
+    ),
     "flower-simulation": _flower("simulation"),
     "nvflare-simulator": _nvflare("simulator"),
 }
