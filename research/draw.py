@@ -14,14 +14,15 @@ from pathlib import Path
 import attacks
 import bounded_averages
 import doubling
+import entropy
 import error_feedback
 import ladder
 import late_averages
 import leanest
+import non_iid
 import paper
 import theorem
 import unequal_speeds
-import unlike
 from paired import RESEARCH, ROOT, TABLES, Draw, write_between
 
 sys.path.append(str(RESEARCH / "thin_links"))
@@ -34,8 +35,9 @@ CSV: dict[str, Draw] = {
     **{study.__name__: study.table for study in (*SMALL, unequal_speeds)},
     "unequal_speeds_sooner": unequal_speeds.sooner,
     "attacks": attacks.table,
+    "entropy": entropy.table,
     **theorem.TABLES,
-    **unlike.TABLES,
+    **non_iid.TABLES,
     **report.TABLES,
 }
 """The tables of research/tables."""
@@ -53,7 +55,7 @@ FIGURES: dict[str, Callable[[], None]] = {
     "thin_links": partial(report.picture, "cells"),
     **{m.__name__: m.picture for m in (doubling, late_averages, leanest)},
     "unequal_speeds": unequal_speeds.picture,
-    **unlike.FIGURES,
+    **non_iid.FIGURES,
 }
 
 

@@ -1,4 +1,4 @@
-"""How few bytes: rare averages of u and v, 4-bit codes and late averages together.
+"""How few bytes: u and v averaged rarely, 4-bit codes and late averages together.
 
     python research/leanest.py --data FOLDER --work runs/leanest
 

@@ -33,7 +33,7 @@ def partition(
     settings: `desloc partition digits data.alpha=0.1 simulation.num_clients=20`
     """
     # matplotlib takes a second to import.
-    from flower_desloc.app.runs.figures.partition import draw_partition, title, unlikeness_text
+    from flower_desloc.app.runs.figures.partition import draw_partition, title, total_variation_text
 
     with failing(USAGE, ValueError):
         config = with_init_from(load(preset, overrides or []))
@@ -43,7 +43,7 @@ def partition(
             for i in range(number)
         }
     Console(width=100, highlight=False).print(_table(data, config.task))
-    typer.echo(unlikeness_text(data, config.task))
+    typer.echo(total_variation_text(data, config.task))
     with failing(USAGE, OSError, ValueError, where=f"--plot {plot}"):
         draw_partition(data, plot, task=config.task, title=title(config))
     typer.echo(f"figure: {plot}")

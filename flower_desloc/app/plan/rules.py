@@ -19,8 +19,8 @@ PAGE: Final = "research/paper.md#what-half-the-bytes-cost"
 
 SHORT_HALF_LIVES: Final = 2
 """Half-lives up to which K_x is short, 27 steps at a beta of 0.95. Measured with Adam and non-IID
-data: at 1.2 rare averages of exp_avg cost loss and those of exp_avg_sq none, at 2.4 neither do,
-from 4.7 on those of exp_avg_sq do and those of exp_avg do not."""
+data: averaging rarely costs loss at 1.2 for exp_avg and not for exp_avg_sq, at 2.4 for neither,
+from 4.7 on for exp_avg_sq and not for exp_avg."""
 
 Family = Literal["Adam", "ADOPT", "other"]
 Data = Literal["IID", "non-IID"]

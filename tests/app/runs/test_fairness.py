@@ -1,4 +1,4 @@
-"""How unlike the last metrics of the clients are."""
+"""How far apart the last metrics of the clients are."""
 
 from typing import Any
 

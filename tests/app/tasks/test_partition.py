@@ -10,7 +10,7 @@ from digits import DIGITS, digits
 from typer.testing import CliRunner
 
 from flower_desloc.app.cli import app
-from flower_desloc.app.runs.figures.partition import unlikeness
+from flower_desloc.app.runs.figures.partition import total_variation
 from flower_desloc.app.tasks import Site, partition
 from flower_desloc.app.tasks.image_classification.batches import client_rows
 from flower_desloc.app.tasks.image_classification.sources import read
@@ -59,11 +59,11 @@ def test_the_held_out_images_are_dealt_in_the_proportions_of_the_training_images
 def test_iid_shares_are_of_one_size_and_alike():
     sizes = counts("iid", 10).sum(axis=1)
     assert sizes.max() - sizes.min() <= 1
-    assert unlikeness_of(counts("iid", 10)) < 0.15
+    assert distance_of(counts("iid", 10)) < 0.15
 
 
 def test_a_large_alpha_is_iid_and_a_small_one_is_not():
-    at = {alpha: unlikeness_of(counts("dirichlet", 10, alpha=alpha)) for alpha in (0.05, 0.5, 1000)}
+    at = {alpha: distance_of(counts("dirichlet", 10, alpha=alpha)) for alpha in (0.05, 0.5, 1000)}
     assert at[1000] < 0.05 < 0.3 < at[0.5] < 0.6 < at[0.05]
     assert (counts("dirichlet", 10, alpha=0.05) == 0).mean() > 0.5
 
@@ -77,7 +77,7 @@ def test_quantity_makes_sizes_unlike_and_leaves_mixtures_alike():
     even, uneven = (counts("quantity", 10, alpha=alpha) for alpha in (1000, 0.3))
     assert even.sum(axis=1).std() < 0.1 * even.sum(axis=1).mean() < 30 < uneven.sum(axis=1).std()
     large = uneven[uneven.sum(axis=1) > 100]
-    assert unlikeness_of(large) < 0.2
+    assert distance_of(large) < 0.2
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -110,8 +110,8 @@ def test_a_partition_of_text_alone_is_refused_for_labels():
         partition_rows([0, 1], rule("by_domain"), 2)
 
 
-def unlikeness_of(sizes: np.ndarray) -> float:
-    return unlikeness(
+def distance_of(sizes: np.ndarray) -> float:
+    return total_variation(
         {
             str(i): {str(k): size for k, size in enumerate(row)}
             for i, row in enumerate(sizes.tolist())
@@ -120,10 +120,10 @@ def unlikeness_of(sizes: np.ndarray) -> float:
 
 
 def test_unlikeness_is_the_share_of_data_to_be_exchanged():
-    assert unlikeness({"a": {"x": 3, "y": 1}, "b": {"x": 6, "y": 2}}) == 0
-    assert unlikeness({"a": {"x": 4}, "b": {"y": 4}}) == 0.5
+    assert total_variation({"a": {"x": 3, "y": 1}, "b": {"x": 6, "y": 2}}) == 0
+    assert total_variation({"a": {"x": 4}, "b": {"y": 4}}) == 0.5
     # a: 3/4 x compared with 1/2 overall; b: 1/4 x
-    assert unlikeness({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 3}}) == 0.25
+    assert total_variation({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 3}}) == 0.25
 
 
 def test_the_datas_seed_decides_partition_and_order_and_the_runs_seed_the_weights():

@@ -39,7 +39,7 @@ def draw_partition(data: Holdings, path: Path, *, task: str, title: str) -> None
     made = draw_holdings(data, task)
     assert made is not None
     made.set_figheight(made.get_figheight() + style.HEAD)
-    style.headline(made, title, unlikeness_text(data, task))
+    style.headline(made, title, total_variation_text(data, task))
     made.savefig(path, dpi=130)
 
 
@@ -88,7 +88,7 @@ def table(data: Holdings) -> NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(len(data), len(names))
 
 
-def unlikeness(data: Holdings) -> float:
+def total_variation(data: Holdings) -> float:
     """Return how much the clients' mixtures differ from the mixture of all data; 0 if not at all.
 
     The total variation distance between a client's shares of the labels and those of all data,
@@ -100,14 +100,14 @@ def unlikeness(data: Holdings) -> float:
     return float(np.abs(own - whole).sum(axis=1).mean() / 2) if len(sizes) else 0.0
 
 
-def unlikeness_text(data: Holdings, task: str) -> str:
+def total_variation_text(data: Holdings, task: str) -> str:
     """Return a line about the sizes of the clients' data and how much their mixtures differ."""
     totals = table(data).sum(axis=1)
     least, most = (size_text(int(end), task) for end in (totals.min(), totals.max()))
     what = "" if task == TEXT else f" {examples_noun(task)}"
     return (
         f"{len(data)} clients of {least} to {most}{what}; to have the mixture of all, "
-        f"{percent_text(unlikeness(data))} of a client's data would have to change"
+        f"{percent_text(total_variation(data))} of a client's data would have to change"
     )
 
 

@@ -11,7 +11,7 @@ from flower_desloc.app.plan.wall_clock import MBIT, Link
 from flower_desloc.app.runs import figures as draw
 from flower_desloc.app.runs.figures.curves import common_metric
 from flower_desloc.app.runs.figures.losses import KINDS, worst_first
-from flower_desloc.app.runs.figures.partition import unlikeness
+from flower_desloc.app.runs.figures.partition import total_variation
 from flower_desloc.app.runs.figures.style import MAX_LINES
 from flower_desloc.app.runs.groups import COLOURS, grouped
 from flower_desloc.app.runs.metric import metric_text
@@ -113,8 +113,8 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
             "data",
             "Data of the clients",
             "Each client's data by domain or label, as it reports them. To have the mixture of "
-            f"all, {percent_text(unlikeness(run.client_data))} of a client's data would have to "
-            "change.",
+            f"all, {percent_text(total_variation(run.client_data))} of a client's data would have "
+            "to change.",
             draw.draw_holdings(run.client_data, run.task),
         )
         yield Section(

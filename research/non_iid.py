@@ -1,6 +1,6 @@
-"""Methods by how unlike the clients are, and by epsilon: studies of a small network.
+"""Methods by how far the clients are from IID, and by epsilon: studies of a small network.
 
-    python research/unlike.py runs/unlike_digits runs/unlike_fashion runs/privacy
+    python research/non_iid.py runs/non_iid_digits runs/non_iid_fashion runs/privacy
 
 copies the runs at the best rates into research/results; `research/draw.py` draws them.
 """
@@ -37,7 +37,7 @@ from flower_desloc.app.study.cells import study_state
 from flower_desloc.app.study.store import FinishedRun, Store
 from flower_desloc.app.study.study_file import read_study
 
-TARGETS = {"unlike_digits": 0.9, "unlike_fashion": 0.75}
+TARGETS = {"non_iid_digits": 0.9, "non_iid_fashion": 0.75}
 """Study by alpha -> the accuracy whose bytes are counted."""
 PRIVACY = "privacy"
 """The study by epsilon."""
@@ -236,22 +236,22 @@ def picture(study: str) -> None:
 
 
 def picture_in_short() -> None:
-    """Draw docs/images/unlike.png: the loss, and the bytes to an accuracy, of the digits."""
-    study = "unlike_digits"
+    """Draw docs/images/non_iid.png: the loss, and the bytes to an accuracy, of the digits."""
+    study = "non_iid_digits"
     found = cells(study)
     made, panels = style.figure(1, 2, 3.7)
     _panel(panels[0], found, "held-out loss", _mean_of(lambda run: run["loss"]), IN_SHORT)
     _panel(panels[1], found, *_megabytes(study), IN_SHORT)
     panels[1].get_legend().remove()  # type: ignore[union-attr]
     _logarithmic(panels[1], [0.02, 0.05, 0.1, 0.2, 0.5])
-    made.savefig(ROOT / "docs" / "images" / "unlike.png", dpi=100)
+    made.savefig(ROOT / "docs" / "images" / "non_iid.png", dpi=100)
 
 
 STUDIES = [study for study in TARGETS if (RESULTS / f"{study}.json").exists()]
 TABLES: dict[str, Draw] = {study: partial(table, study) for study in STUDIES}
 TABLES[PRIVACY] = private_table
 FIGURES: dict[str, Callable[[], Any]] = {study: partial(picture, study) for study in STUDIES}
-FIGURES["unlike_in_short"] = picture_in_short
+FIGURES["non_iid_in_short"] = picture_in_short
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The model of the studies unlike_digits and unlike_fashion: a network of one hidden layer.
+"""The model of the studies non_iid_digits and non_iid_fashion: a network of one hidden layer.
 
 It costs a tenth of the smallest vision transformer, so that hundreds of runs take an hour.
 """
