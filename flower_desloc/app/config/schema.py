@@ -251,6 +251,14 @@ class LRSchedule:
     final: float = bounded(0.0, 0, 1)
     """Fraction of the peak rate at which cosine ends."""
 
+    def warmup_of(self, num_steps: int) -> int:
+        """Return the steps of warm-up in a run of ``num_steps`` steps."""
+        return num_steps // 12 if self.warmup_steps is None else self.warmup_steps
+
+    def decay_of(self, num_steps: int) -> int:
+        """Return the steps of wsd's decay in a run of ``num_steps`` steps."""
+        return num_steps // 10 if self.decay_steps is None else self.decay_steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:

@@ -338,11 +338,10 @@ def build_outer(config: Config, model: nn.Module) -> OuterOptimizer | None:
 def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:
     """Return the learning rate's factor as a function of the global step."""
     s, steps = config.lr_schedule, config.run.steps
-    warmup = steps // 12 if s.warmup_steps is None else s.warmup_steps
+    warmup = s.warmup_of(steps)
     match s.name:
         case "wsd":
-            decay = steps // 10 if s.decay_steps is None else s.decay_steps
-            return lr_schedule.wsd(steps, warmup, decay)
+            return lr_schedule.wsd(steps, warmup, s.decay_of(steps))
         case "cosine":
             return lr_schedule.cosine(steps, warmup, s.final)
         case "constant":

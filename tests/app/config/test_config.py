@@ -412,6 +412,10 @@ WRONG = {
     "optimizer.lrr=1": ["optimizer.lrr", "did you mean lr?", "betas", "weight_decay"],
     "optimizer=adam": ["optimizer=adam", "section", "optimizer.KEY=VALUE"],
     "extends=quickstart": ["extends: no such key"],
+    "run.steps=12 lr_schedule.decay_steps=12": [
+        "lr_schedule.warmup_steps=1 and lr_schedule.decay_steps=12",
+        "do not fit into run.steps=12",
+    ],
     "run.trackers=[wandb,comet]": ["run.trackers=comet", "wandb, mlflow, trackio"],
     "run.copy_to=s3//bucket/runs": ["run.copy_to=s3//bucket/runs", "s3://bucket/runs"],
     "run.copy_to=/mnt/runs": ["run.copy_to=/mnt/runs", "file:///mnt/runs"],
