@@ -35,7 +35,7 @@ from flower_desloc.flower.client import client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Observer, Traffic, WindowRecord
 from flower_desloc.flower.secure.at_server import SecureDesLoc
-from flower_desloc.secure.agreement import About, least_threshold
+from flower_desloc.secure.agreement import SumTerms, least_threshold
 from flower_desloc.secure.codes import Codes, encode, packed, scale_for, signed, unpacked, width_of
 from flower_desloc.secure.identity import Identity, introduce
 from flower_desloc.secure.server import ServerSum
@@ -73,7 +73,7 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
     """Return CPU seconds and bytes of one sum; ``gone`` sites send shares and no codes."""
     width, is_checked = width_of(kind), parameters <= CHECKED
     scale, up = scale_for(1.0, number, width), not kind.is_signed
-    about = About(
+    terms = SumTerms(
         run="run", attempt="one", start=0, stop=16, threshold=least_threshold(number),
         shapes={"stream": ""}, scales={"stream": scale}, widths={"stream": width},
         most=number, averages={}, fresh=False, request="",
@@ -84,9 +84,9 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
         folder = Path(temporary)
         introduce(folder, names)
         sites = {n: SiteSum(Identity.read(folder, n), folder / f"{n}.json", "run") for n in names}
-        server, clock, sent = ServerSum(about), Clock(), dict[str, list[NDArray[np.uint8]]]()
+        server, clock, sent = ServerSum(terms), Clock(), dict[str, list[NDArray[np.uint8]]]()
         for name, site in sites.items():
-            server.add_keys(name, site.keys(about, None))
+            server.add_keys(name, site.keys(terms, None))
         keys = server.keys
         for name, site in sites.items():
             server.add_shares(name, site.shares(keys))
