@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from client_app.worker import RunParts
 from flower_desloc.app.config import Config
+from flower_desloc.app.config.check import SCAFFOLD
 from flower_desloc.app.setup.build import build_local_optimizer
 from flower_desloc.app.setup.param_groups import OPTIMIZER, described_optimizer, trial_groups
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
@@ -74,7 +75,7 @@ def _check(config: Config, parallelism: Parallelism) -> None:
     data = config.data
     if config.strategy != "desloc":
         raise ValueError(f"strategy={config.strategy} is for clients of one process")
-    if any(named.endswith(":Scaffold") for named in config.optimizer.names):
+    if SCAFFOLD in config.optimizer.names:
         raise ValueError(f"optimizer.name={config.optimizer.name} is for clients of one process")
     if data.batch_size < parallelism.processes:
         raise ValueError(

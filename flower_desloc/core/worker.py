@@ -231,7 +231,7 @@ class Worker:
         """Return the streams that a model is made of: params, and buffers if it has any."""
         return [name for name in self.stream_names() if name in (PARAMS, BUFFERS)]
 
-    def like(self, names: Iterable[str]) -> dict[str, Stream]:
+    def templates(self, names: Iterable[str]) -> dict[str, Stream]:
         """Return tensors of the shapes and types that the named streams have."""
         return dict(take(self.module, self.optimizer, names))
 

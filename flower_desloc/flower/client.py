@@ -22,8 +22,8 @@ from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.flight.at_site import arrays_by_flight
 from flower_desloc.flower.messages import (
-    ABOUT,
     ARE_YOU_THERE,
+    CLIENT_INFO,
     GOODBYE,
     HELLO,
     RUN_KEY,
@@ -174,7 +174,7 @@ class DesLocClient(ClientApp):
                 "held-versions": list(state.versions.values()) if state else [],
             }
         )
-        return Message(RecordDict({ABOUT: about}), reply_to=message)
+        return Message(RecordDict({CLIENT_INFO: about}), reply_to=message)
 
     @staticmethod
     def _is_there(message: Message, context: Context) -> Message:  # noqa: ARG004

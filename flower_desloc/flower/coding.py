@@ -19,8 +19,8 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
 
     A difference to parameters that this client does not have is left out.
     """
-    known = worker.stream_names()
-    templates = worker.like([n for n in request.streams if n in request.formats and n in known])
+    coded = request.formats.keys() & set(worker.stream_names())
+    templates = worker.templates([name for name in request.streams if name in coded])
     streams: dict[str, Stream] = {}
     for name, stream in request.streams.items():
         if name not in request.formats or (name == PARAMS and name not in request.differences):
@@ -28,7 +28,7 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
             continue
         reference = None
         if name in request.differences:
-            if state is None or state.versions.get(name) != request.former:
+            if state is None or state.versions.get(name) != request.previous_version:
                 continue
             if (reference := state.references.get(name)) is None:
                 continue

@@ -17,7 +17,7 @@ from flower_desloc.flower.client_info import from_config
 from flower_desloc.flower.exchange import Exchange, Late, event_kind
 from flower_desloc.flower.failures import FederationError, reason_of
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.messages import ABOUT, is_name
+from flower_desloc.flower.messages import CLIENT_INFO, is_name
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.policy import Policy
@@ -290,6 +290,6 @@ def _about(reply: Message) -> ConfigRecord:
     if reply.has_error():
         raise ValueError(reply.error.reason)
     found = records_of(ConfigRecord, reply.content)
-    if ABOUT not in found:
-        raise ValueError(f"its reply has no ConfigRecord {ABOUT!r}")
-    return found[ABOUT]
+    if CLIENT_INFO not in found:
+        raise ValueError(f"its reply has no ConfigRecord {CLIENT_INFO!r}")
+    return found[CLIENT_INFO]

@@ -24,7 +24,7 @@ Settings = Mapping[str, str | int | float | bool]
 CONFIG = "config"
 RUN_KEY = "run-key"
 METRICS = "metrics"
-ABOUT = "about"
+CLIENT_INFO = "client-info"
 STATE_LOST = "state-lost"
 TENSOR_NAMES = ("trained", "buffers", "untrained", "other-tensors")
 """Lists of tensors' names in the reply to the greeting (``model_names``)."""
@@ -79,8 +79,8 @@ class WindowRequest:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
     differences: frozenset[str] = frozenset()
-    """Of ``streams``, those that are a difference to version ``former``."""
-    former: int = -1
+    """Of ``streams``, those that are a difference to version ``previous_version``."""
+    previous_version: int = -1
     """Version of the parameters before their last average; -1: none."""
     bundles: bool = False
     """Whether the reply may pack its small arrays into bundles."""
@@ -113,7 +113,7 @@ class WindowRequest:
                 "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
                 "stream-kinds": [str(kind_of(n, self.kinds)) for n in self.versions],
                 "differences": sorted(self.differences),
-                "former-version": self.former,
+                "previous-version": self.previous_version,
                 "bundles": self.bundles,
             }
         )
@@ -152,7 +152,7 @@ class WindowRequest:
             formats=lossy(dict(zip(names, formats, strict=True))),
             kinds=dict(zip(names, kinds, strict=True)),
             differences=frozenset(_values(config, "differences", str)),
-            former=_value(config, "former-version", int),
+            previous_version=_value(config, "previous-version", int),
             bundles=_value(config, "bundles", bool),
             streams=streams_of(content),
             config={

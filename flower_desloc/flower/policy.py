@@ -12,7 +12,8 @@ from flower_desloc.flower.internals import log
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _OF_EVERY_CLIENT = re.compile(
-    r"(\w+: )?(parameter '|(task|strategy|compression|sync\w*|[a-z_]+\.[a-z_.]+)[=:])"
+    r"(\w+: )?(parameter '|(task|strategy|sync\w*|(compression|data|evaluation|federation|"
+    r"lr_schedule|model|optimizer|outer|privacy|run|simulation|sync)\.[a-z_.]+)[=:])"
 )
 """Begins an error that names a setting of the run, or a parameter of the model."""
 

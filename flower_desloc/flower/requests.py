@@ -103,7 +103,7 @@ class Requests:
             formats=run.state.formats,
             kinds=run.state.kinds,
             differences=frozenset(name for name, (_, differs) in sent.items() if differs),
-            former=run.state.previous_version,
+            previous_version=run.state.previous_version,
             config=settings_of(self._config),
         )
         return loop.exchange.request(

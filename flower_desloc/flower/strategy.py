@@ -27,7 +27,7 @@ from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import trained
 from flower_desloc.flower.observer import Observer
 from flower_desloc.flower.opening import open_run
-from flower_desloc.flower.options import check_options
+from flower_desloc.flower.options import Excluded, check_options
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import require_window
@@ -96,7 +96,8 @@ class DesLoc(Strategy):
 
     """
 
-    title, name, is_secure = "DES-LOC", "desloc", False
+    title = "DES-LOC"
+    excludes: tuple[Excluded, ...] = ()  # options
     has_bound = True  # whether policy.norm_bound is for the replies to this strategy
     must_average = PARAMS  # a stream that the schedule must have
     sent_always: Collection[str] = ()  # sent in every window, also to clients that have them
@@ -325,6 +326,5 @@ class DesLoc(Strategy):
             federated = self.aggregate_evaluate(number, self.requests.ask(requests))
             if federated is not None:
                 result.evaluate_metrics_clientapp[number] = federated
-            central = evaluate_fn(number, self.state.model()) if evaluate_fn else None
-            if central is not None:
+            if evaluate_fn and (central := evaluate_fn(number, self.state.model())) is not None:
                 result.evaluate_metrics_serverapp[number] = central

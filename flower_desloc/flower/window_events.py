@@ -125,5 +125,5 @@ def stream_decays(worker: Worker, names: Collection[str]) -> dict[str, dict[str,
         name: dict.fromkeys(stream, _NO_STATES[name])
         if name in _NO_STATES
         else {key: decays[name][groups[key]] for key in stream}
-        for name, stream in worker.like(names).items()
+        for name, stream in worker.templates(names).items()
     }

@@ -70,7 +70,7 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             streams[name] = received[name]
             averaged.append(name)
         elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
-            streams[name] = zeros_like(worker.like([name])[name])
+            streams[name] = zeros_like(worker.templates([name])[name])
             never_averaged += [] if name in request.resets else [name]
         else:
             return None

@@ -20,7 +20,7 @@ _STATED = re.compile(r"(?:0|[1-9][0-9]{0,17}) [0-9a-f]+ [0-9][0-9.e+-]*", re.ASC
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class SumTerms:
     """What a sum is of. The server states it, and every signature and key is bound to it."""
 
     run: str
@@ -55,15 +55,15 @@ class About:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def of_json(cls, text: str) -> "About":
+    def of_json(cls, text: str) -> "SumTerms":
         """Read what the server sent; raises ``ValueError`` for anything else."""
         try:
-            about = cls(**json.loads(text))
+            terms = cls(**json.loads(text))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"not what a sum is about: {error}") from error
-        if not about._is_sound() or about.to_json() != text:
-            raise ValueError("not what a sum is about")
-        return about
+            raise ValueError(f"not the terms of a sum: {error}") from error
+        if not terms._is_sound() or terms.to_json() != text:
+            raise ValueError("not the terms of a sum")
+        return terms
 
     def _is_sound(self) -> bool:
         """Return whether all values have the types and ranges of one: JSON may hold any."""
@@ -90,7 +90,7 @@ class About:
     @property
     def digest(self) -> bytes:
         """Its 32 bytes, for signatures."""
-        return hashed("about", self.to_json().encode())
+        return hashed("terms", self.to_json().encode())
 
     @property
     def steps(self) -> bytes:
@@ -138,16 +138,16 @@ class Keys:
         mask, channel, commitment, history = (data[at : at + KEY] for at in starts)
         return cls(mask, channel, commitment, history, data[4 * KEY :])
 
-    def signed(self, about: About, name: str) -> bytes:
+    def signed(self, terms: SumTerms, name: str) -> bytes:
         """Return what the signature is of."""
         parts = self.mask, self.channel, self.commitment, self.history
-        return hashed("keys", about.digest, name.encode(), *parts)
+        return hashed("keys", terms.digest, name.encode(), *parts)
 
 
-def session_of(about: About, keys: Mapping[str, Keys]) -> bytes:
+def session_of(terms: SumTerms, keys: Mapping[str, Keys]) -> bytes:
     """Return what names a sum: a digest of all its sites' keys, of which each site's are new."""
     parts = [part for name in sorted(keys) for part in (name.encode(), keys[name].to_bytes())]
-    return hashed("session", about.digest, *parts)
+    return hashed("session", terms.digest, *parts)
 
 
 def to_confirm(session: bytes, sharing: Collection[str], survivors: Collection[str]) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import combinations, islice
 
 from flower_desloc.secure import masks, shares
-from flower_desloc.secure.agreement import KEY, NEW, About, Keys, hashed, session_of
+from flower_desloc.secure.agreement import KEY, NEW, Keys, SumTerms, hashed, session_of
 from flower_desloc.secure.codes import Codes
 from flower_desloc.secure.site import OF_KEY, OF_SEED
 
@@ -24,8 +24,8 @@ class ServerSum:
     ``ValueError`` if it cannot be used.
     """
 
-    def __init__(self, about: About) -> None:
-        self.about = about
+    def __init__(self, terms: SumTerms) -> None:
+        self.terms = terms
         self._keys: dict[str, Keys] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self._sum: list[Codes] = []
@@ -41,7 +41,7 @@ class ServerSum:
         """Add a site's ``SiteSum.keys``."""
         keys = Keys.of(data)
         masks.require_keys(name, keys)
-        if self.about.fresh and keys.history != NEW:
+        if self.terms.fresh and keys.history != NEW:
             raise ValueError("it does not begin from the averages alone")
         self._keys[name] = keys
 
@@ -113,7 +113,7 @@ class ServerSum:
     def total(self) -> list[Codes]:
         """Return the sum of the survivors' codes, in the order of their arrays."""
         self._require(self.unmasking, "have given shares")
-        session = session_of(self.about, self._keys)
+        session = session_of(self.terms, self._keys)
         used: list[tuple[bytes, int]] = []
         for name in self.sharing:
             secret = self._secret(name)
@@ -128,7 +128,7 @@ class ServerSum:
 
     def _secret(self, name: str) -> bytes:
         """Return a site's secret; of spare shares false ones are left out, and named."""
-        given, least, names = self._shares[name], self.about.threshold, sorted(self._keys)
+        given, least, names = self._shares[name], self.terms.threshold, sorted(self._keys)
         # Those of sites that have given false ones are tried last.
         of_all = sorted(given, key=lambda place: (names[place] in self.false, place))
         for places in islice(_choices(of_all, least), _TRIES):
@@ -157,10 +157,10 @@ class ServerSum:
 
     def _require(self, names: Sized, what: str) -> None:
         number = len(names)
-        if number < self.about.threshold:
+        if number < self.terms.threshold:
             raise HiddenSumError(
-                f"only {number} sites {what}, and the sum of {self.about.window} needs "
-                f"{self.about.threshold}"
+                f"only {number} sites {what}, and the sum of {self.terms.window} needs "
+                f"{self.terms.threshold}"
             )
 
 

@@ -22,8 +22,8 @@ from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import (
     KEY,
     NEW,
-    About,
     Keys,
+    SumTerms,
     hashed,
     least_threshold,
     session_of,
@@ -46,7 +46,7 @@ _LOST = "this site has no keys for that sum; a window is asked for again with ne
 class _Sum:
     """The sum in progress; bytes are hex digits, as in its file."""
 
-    about: str
+    terms: str
     phase: str
     seed: str
     mask: str
@@ -82,7 +82,7 @@ class _Origin:
     history: str
     """As in ``Keys.history``; empty while it is not certain."""
     averages: dict[str, str]
-    """Those that its last window began from, as in ``About.averages``."""
+    """Those that its last window began from, as in ``SumTerms.averages``."""
 
 
 @dataclass(kw_only=True)
@@ -149,31 +149,31 @@ class SiteSum:
         return self._identity.name
 
     @_alone
-    def keys(self, about: About, state_step: int | None) -> bytes:
+    def keys(self, terms: SumTerms, state_step: int | None) -> bytes:
         """Return new keys for a sum, signed (``Keys.to_bytes``); those of the last are dropped.
 
         ``state_step`` is the step of the state that this site begins from; None: from averages
         alone.
         """
         least = self._identity.least
-        if about.threshold < least:
+        if terms.threshold < least:
             raise ValueError(
-                f"a sum of {about.threshold} sites might be asked for, and secure-min={least} at "
+                f"a sum of {terms.threshold} sites might be asked for, and secure-min={least} at "
                 f"{self.name!r}; set federation.min_clients={least}, or more"
             )
-        if about.most > (number := len(self._identity.peers)):
+        if terms.most > (number := len(self._identity.peers)):
             raise ValueError(
-                f"a sum of up to {about.most} sites, and the peers' file of {self.name!r} has "
+                f"a sum of up to {terms.most} sites, and the peers' file of {self.name!r} has "
                 f"{number}"
             )
         seed, mask, channel = (secrets.token_bytes(KEY) for _ in range(3))
         public = masks.public_of(mask), masks.public_of(channel), hashed("seed", seed)
-        history = NEW if about.fresh else self._history(state_step) or secrets.token_bytes(KEY)
+        history = NEW if terms.fresh else self._history(state_step) or secrets.token_bytes(KEY)
         own = Keys(*public, history, signature=b"")
-        own = replace(own, signature=self._identity.sign(own.signed(about, self.name)))
+        own = replace(own, signature=self._identity.sign(own.signed(terms, self.name)))
         self._save(
             _Sum(
-                about=about.to_json(),
+                terms=terms.to_json(),
                 phase="keys",
                 seed=seed.hex(),
                 mask=mask.hex(),
@@ -189,19 +189,19 @@ class SiteSum:
 
         ``keys`` are those of all sites of the sum.
         """
-        now, about = self._at("keys")
+        now, terms = self._at("keys")
         if keys.get(self.name) != bytes.fromhex(now.keys[self.name]):
             raise ValueError(f"the keys that the server has for {self.name!r} are not its own")
-        if about.threshold < least_threshold(len(keys)) or len(keys) < about.threshold:
+        if terms.threshold < least_threshold(len(keys)) or len(keys) < terms.threshold:
             raise ValueError(
-                f"a threshold of {about.threshold} for {len(keys)} sites: it must be at least "
+                f"a threshold of {terms.threshold} for {len(keys)} sites: it must be at least "
                 f"{least_threshold(len(keys))}, and at most their number"
             )
-        if len(keys) > about.most:
-            raise ValueError(f"{len(keys)} sites in a sum whose codes are for {about.most}")
+        if len(keys) > terms.most:
+            raise ValueError(f"{len(keys)} sites in a sum whose codes are for {terms.most}")
         for name, data in keys.items():
             each = Keys.of(data)
-            self._identity.require_signed(name, each.signature, each.signed(about, name))
+            self._identity.require_signed(name, each.signature, each.signed(terms, name))
             masks.require_keys(name, each)
             if each.history != Keys.of(keys[self.name]).history:
                 raise ValueError(
@@ -211,7 +211,7 @@ class SiteSum:
         now = replace(now, phase="shares", keys={name: data.hex() for name, data in keys.items()})
         names = sorted(keys)
         seeds, of_keys = (
-            shares.split(bytes.fromhex(secret), about.threshold, len(names))
+            shares.split(bytes.fromhex(secret), terms.threshold, len(names))
             for secret in (now.seed, now.mask)
         )
         parts = {n: s + k for n, s, k in zip(names, seeds, of_keys, strict=True)}
@@ -225,14 +225,14 @@ class SiteSum:
     ) -> None:
         """Take the other sites' shares, before the local steps.
 
-        ``averages`` are those that came with them, as in ``About.averages``; the caller has all
+        ``averages`` are those that came with them, as in ``SumTerms.averages``; the caller has all
         others of the sum in its state after ``state_step``, which is as in ``keys``.
         """
-        now, about = self._at("shares", "received")
+        now, terms = self._at("shares", "received")
         origin = self._origin(state_step)
-        had = {name: each for name, each in origin.averages.items() if name in about.averages}
-        for name, average in {**dict.fromkeys(about.averages, ""), **had, **averages}.items():
-            if about.averages.get(name) != average:
+        had = {name: each for name, each in origin.averages.items() if name in terms.averages}
+        for name, average in {**dict.fromkeys(terms.averages, ""), **had, **averages}.items():
+            if terms.averages.get(name) != average:
                 raise ValueError(
                     f"the average of {name!r} is not the one that all sites of the sum agreed on"
                 )
@@ -254,11 +254,11 @@ class SiteSum:
             if len(part) != 2 * KEY:
                 raise ValueError(f"{name!r} has sent no shares, but {len(part)} bytes")
             parts[name] = part.hex()
-        self._require_enough(parts, about, "have sent shares")
+        self._require_enough(parts, terms, "have sent shares")
         # Its states after the start are deleted, and the one at the end is about to be written.
         kept = self._stored.origins.get(self._run, {}).items()
-        origins = {step: each for step, each in kept if int(step) <= about.start}
-        origins[str(about.stop)] = _Origin(history="", averages=dict(about.averages))
+        origins = {step: each for step, each in kept if int(step) <= terms.start}
+        origins[str(terms.stop)] = _Origin(history="", averages=dict(terms.averages))
         self._stored.origins[self._run] = origins
         self._save(replace(now, phase="received", held=parts))
 
@@ -268,11 +268,11 @@ class SiteSum:
 
         The arrays and their order are the same at all sites (``masks.add_masks``).
         """
-        now, about = self._at("received")
+        now, terms = self._at("received")
         session, keys = self._session(now)
-        history = hashed("history", keys[self.name].history, about.steps)
+        history = hashed("history", keys[self.name].history, terms.steps)
         origins = self._stored.origins[self._run]
-        origins[str(about.stop)] = replace(origins[str(about.stop)], history=history.hex())
+        origins[str(terms.stop)] = replace(origins[str(terms.stop)], history=history.hex())
         self._save(replace(now, phase="masked"))
         used = [(masks.seed_key(bytes.fromhex(now.seed), session), 1)]
         for name in sorted(now.held.keys() - {self.name}):
@@ -284,11 +284,11 @@ class SiteSum:
     @_alone
     def confirm(self, survivors: Collection[str]) -> bytes:
         """Return a signature of who is in the sum; one list, once for each sum."""
-        now, about = self._at("masked", "confirmed")
+        now, terms = self._at("masked", "confirmed")
         chosen = sorted({*survivors})
         if now.survivors not in ([], chosen):
             raise ValueError(
-                f"the server says that {chosen} are in the sum of {about.window}, and has said "
+                f"the server says that {chosen} are in the sum of {terms.window}, and has said "
                 f"{now.survivors}: two lists could give away a single site"
             )
         if self.name not in chosen:
@@ -297,8 +297,8 @@ class SiteSum:
             )
         if unknown := set(chosen) - now.held.keys():
             raise ValueError(f"{sorted(unknown)} are to be in the sum, but have sent no shares")
-        self._require_enough(chosen, about, "are in the sum")
-        self._require_same_members(self._giving(about, chosen))
+        self._require_enough(chosen, terms, "are in the sum")
+        self._require_same_members(self._giving(terms, chosen))
         self._save(replace(now, phase="confirmed", survivors=chosen))
         return self._identity.sign(self._to_confirm(now, chosen))
 
@@ -310,7 +310,7 @@ class SiteSum:
         so that nobody ever has both. Asked again, it gives the same. ``signatures`` are those of
         the sites that confirmed the list; false ones do not count.
         """
-        now, about = self._at("confirmed", "given")
+        now, terms = self._at("confirmed", "given")
         if now.phase == "given":
             return {name: bytes.fromhex(part) for name, part in now.held.items()}
         what = self._to_confirm(now, now.survivors)
@@ -319,8 +319,8 @@ class SiteSum:
             for name in now.survivors
             if self._identity.has_signed(name, signatures.get(name, b""), what)
         ]
-        self._require_enough(confirmed, about, "have confirmed who is in the sum")
-        giving = self._giving(about, now.survivors)
+        self._require_enough(confirmed, terms, "have confirmed who is in the sum")
+        giving = self._giving(terms, now.survivors)
         self._require_same_members(giving)
         if giving not in self._stored.given:
             self._stored.given.append(giving)
@@ -340,7 +340,7 @@ class SiteSum:
         self._save(None)
 
     @_alone
-    def about(self) -> About:
+    def terms(self) -> SumTerms:
         """Return what the sum is of for which this site has sent shares."""
         return self._at("shares", "received")[1]
 
@@ -366,7 +366,7 @@ class SiteSum:
 
     # Within
 
-    def _at(self, *phases: str) -> tuple[_Sum, About]:
+    def _at(self, *phases: str) -> tuple[_Sum, SumTerms]:
         now = self._stored.now.get(self._run)
         if now is None:
             raise ValueError(_LOST)
@@ -375,11 +375,11 @@ class SiteSum:
                 f"the server asks {self.name!r} out of turn: it is at {now.phase!r}, and the "
                 f"question is for {' or '.join(map(repr, phases))}"
             )
-        return now, About.of_json(now.about)
+        return now, SumTerms.of_json(now.terms)
 
     def _session(self, now: _Sum) -> tuple[bytes, dict[str, Keys]]:
         keys = {name: Keys.of(bytes.fromhex(data)) for name, data in now.keys.items()}
-        return session_of(About.of_json(now.about), keys), keys
+        return session_of(SumTerms.of_json(now.terms), keys), keys
 
     def _history(self, state_step: int | None) -> bytes:
         """Return the history of a state; empty if it is not known."""
@@ -390,12 +390,12 @@ class SiteSum:
         unknown = _Origin(history="", averages={})
         return self._stored.origins.get(self._run, {}).get(str(state_step), unknown)
 
-    def _giving(self, about: About, members: list[str]) -> _Given:
-        text = json.dumps(dict(about.averages), sort_keys=True)
+    def _giving(self, terms: SumTerms, members: list[str]) -> _Given:
+        text = json.dumps(dict(terms.averages), sort_keys=True)
         return _Given(
-            run=about.run,
-            start=about.start,
-            stop=about.stop,
+            run=terms.run,
+            start=terms.start,
+            stop=terms.stop,
             averages=hashed("averages", text.encode()).hex(),
             members=members,
         )
@@ -428,11 +428,11 @@ class SiteSum:
             lambda data: cipher.decrypt(_NONCE, data, bound),
         )
 
-    def _require_enough(self, names: Collection[str], about: About, what: str) -> None:
-        if len(names) < about.threshold:
+    def _require_enough(self, names: Collection[str], terms: SumTerms, what: str) -> None:
+        if len(names) < terms.threshold:
             raise ValueError(
-                f"only {len(names)} sites {what}, and the sum of {about.window} needs "
-                f"{about.threshold}"
+                f"only {len(names)} sites {what}, and the sum of {terms.window} needs "
+                f"{terms.threshold}"
             )
 
     def _save(self, now: _Sum | None) -> None:

@@ -139,7 +139,7 @@ def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, m
 
         def observe(asked, reply):
             if not understood and asked.metadata.message_type == HELLO:
-                del reply.content["about"]["bundles"]
+                del reply.content["client-info"]["bundles"]
             for message in (asked, reply):
                 for record in records_of(ArrayRecord, message.content).values():
                     bundled_arrays.extend(a for a in record.values() if a.stype == STYPE)

@@ -90,7 +90,7 @@ class Federation:
         match message.metadata.message_type:
             case "query.hello":
                 about: dict[str, Any] = {"client": f"client-{m}", "num-examples": 10 * (m + 1)}
-                return Content({"about": ConfigRecord(about)})
+                return Content({"client-info": ConfigRecord(about)})
             case "train":
                 told = {"num-examples": 10 * (m + 1), "train-loss": 1.0, "seconds": 0.1}
                 done = config["stop-step"] - config["start-step"]
@@ -165,7 +165,7 @@ def told(name: str, value: Any) -> Spoil:
 
 
 def about(name: str, value: Any) -> Spoil:
-    return lambda content: content["about"].update({name: value})
+    return lambda content: content["client-info"].update({name: value})
 
 
 def scaled(stream: str, factor: float) -> Spoil:
@@ -371,7 +371,7 @@ def test_the_largest_honest_reply_is_within_the_limits():
     assert len(sent["params"]) == 1
     sizes = {f"a long name of a label, number {i}": i for i in range(9000)}
     hello = ConfigRecord({**to_config(ClientInfo(data=sizes))})
-    limits.Limits.of([], 0, like).check(Content({"about": hello}))
+    limits.Limits.of([], 0, like).check(Content({"client-info": hello}))
     read = from_config(hello).data
     assert (len(read), sum(read.values())) == (1001, sum(sizes.values()))
 
@@ -406,7 +406,7 @@ def test_a_number_of_itself_that_a_client_cannot_mean_is_not_stated(number):
 def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_state_theirs, hostile):
     def states(names: list[list[str]]) -> Spoil:
         named = dict(zip(TENSOR_NAMES, names, strict=True))
-        return lambda content: content.config_records["about"].update(named)
+        return lambda content: content.config_records["client-info"].update(named)
 
     class Stating(Federation):
         def _good(self, message: Message, m: int) -> Content:

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from flower_desloc import (
 )
 from flower_desloc.core.streams import trained_by
 from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.messages import CLIENT_INFO
 
 Build = Callable[[], nn.Module]
 MOMENTS = {"exp_avg": 6, "exp_avg_sq": 6}
@@ -190,17 +191,18 @@ def test_what_the_optimizer_does_not_hold_is_said_and_stays(caplog):
 
 def test_one_client_with_other_names_does_not_decide():
     clients = grid(plain, num_clients=3)
-    app = clients.client_app
+    app, changed = clients.client_app, list[Message]()
 
     def meddling(message: Message, context: Any) -> Message:
         reply = app(message, context)
-        about = reply.content.get("about")
-        if isinstance(about, ConfigRecord) and context.node_config["partition-id"] == 0:
-            about["trained"] = ["mine"]
+        if CLIENT_INFO in reply.content and context.node_config["partition-id"] == 0:
+            cast(ConfigRecord, reply.content[CLIENT_INFO])["trained"] = ["mine"]
+            changed.append(reply)
         return reply
 
     clients.client_app = meddling
     DesLoc(schedule(), 3).start(clients, ArrayRecord(plain().state_dict()))
+    assert changed
 
 
 class Complex(nn.Module):

@@ -251,11 +251,11 @@ def of_evaluations() -> st.SearchStrategy[Wrong]:
 def of_greetings() -> st.SearchStrategy[Wrong]:
     names = ["", ".", "../x", "a/b", "x" * 101, "a\n", 7, b"client-3", ["client-3"]]
     held = st.sampled_from(["held-streams", "held-versions"])
-    about = st.just("about")
+    about = st.just("client-info")
     return st.one_of(
         st.builds(is_now, st.just("client"), st.sampled_from(names), about),
-        st.just(("no name", lambda c: c["about"].pop("client"))),
-        st.just(("no about", lambda c: c.pop("about"))),
+        st.just(("no name", lambda c: c["client-info"].pop("client"))),
+        st.just(("no about", lambda c: c.pop("client-info"))),
         st.builds(is_now, held, st.sampled_from([7, "x", [1, 2, 3]]), about),
         of_errors,
     )
@@ -324,7 +324,7 @@ def good(message: Message, m: int) -> RecordDict:
             return RecordDict({"metrics": MetricRecord(told)})
         case "query.hello":
             held: dict[str, Any] = {"held-streams": [], "held-versions": []}
-            return RecordDict({"about": ConfigRecord({"client": f"client-{m}", **held})})
+            return RecordDict({"client-info": ConfigRecord({"client": f"client-{m}", **held})})
     return RecordDict()
 
 
@@ -414,7 +414,7 @@ class Nonsense(InProcessGrid):
             window = int(config["server-round"])
             reply.content.metric_records["metrics"].update(NONSENSE[window % len(NONSENSE)])
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "query.hello":
-            reply.content.config_records["about"].update(
+            reply.content.config_records["client-info"].update(
                 {"data/x": "9" * 40, "data/y": 10**15, "data/z": -1, "memory-free": "?"}
             )
         return reply

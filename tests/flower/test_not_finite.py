@@ -101,7 +101,13 @@ def test_continuing_is_not_offered_where_every_client_has_what_is_wrong(reason):
 
 
 @pytest.mark.parametrize(
-    "reason", ["ValueError: data-path=/x: no such file", "OSError: disk full", "device=cuda: none"]
+    "reason",
+    [
+        "ValueError: data-path=/x: no such file",
+        "FileNotFoundError: site.csv: no such file",
+        "OSError: disk full",
+        "device=cuda: none",
+    ],
 )
 def test_continuing_is_offered_for_the_failure_of_one_client(reason):
     with pytest.raises(FederationError, match=r"leaves a failed client out, while .*min_clients=2"):

@@ -115,9 +115,9 @@ def test_the_server_is_sent_masks_and_nothing_else_of_a_site(tmp_path):
         for hidden in ("train-loss", "update-norm", "param-norm"):
             assert metrics[hidden] != metrics[hidden]
     assert len({str(content["metrics"]["masked-loss"]) for content in sent}) == len(sent)
-    about = run.watch.run.clients["client-0"]
-    assert about.num_examples is None
-    assert about.data_version is None
+    terms = run.watch.run.clients["client-0"]
+    assert terms.num_examples is None
+    assert terms.data_version is None
 
 
 @pytest.mark.parametrize("phase", ["keys", "train", "confirm"])
@@ -255,8 +255,8 @@ def test_a_server_that_sends_one_site_another_model_is_refused_there(tmp_path):
     run = secure(tmp_path, **TWO)
 
     def other(asked: Message) -> None:
-        about = asked.metadata
-        if (about.message_type, about.dst_node_id, about.group_id) == ("train", 2, "1"):
+        terms = asked.metadata
+        if (terms.message_type, terms.dst_node_id, terms.group_id) == ("train", 2, "1"):
             params = from_record(records_of(ArrayRecord, asked.content)["params"])
             asked.content["params"] = to_record({key: 0 * p for key, p in params.items()})
 
@@ -326,11 +326,11 @@ def test_a_client_that_joins_or_leaves_and_one_that_has_lost_its_state(tmp_path,
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"policy": Policy(average="median")}, "federation.average=median"),
-        ({"policy": Policy(weighting="examples")}, "federation.weighting=examples"),
-        ({"policy": Policy(min_steps=0.5)}, "federation.min_steps=0.5"),
-        ({"sync_delay": 1}, "sync_delay=1"),
-        ({"formats": {"params": "int8"}}, "compression="),
+        ({"policy": Policy(average="median")}, "policy.average"),
+        ({"policy": Policy(weighting="examples")}, "policy.weighting"),
+        ({"policy": Policy(min_steps=0.5)}, "policy.min_steps"),
+        ({"sync_delay": 1}, "sync_delay"),
+        ({"formats": {"params": "int8"}}, "formats"),
     ],
 )
 def test_what_needs_a_single_clients_update_is_refused(tmp_path, options, why):
@@ -440,9 +440,9 @@ class Repeating(SecureDesLoc):
         self.sync_bound = self.loop.round.window.stop == self.windows[-1].stop
         return super().configure_train(server_round, arrays, config, grid)
 
-    def _averages(self, sums, about, count):
-        averages = super()._averages(sums, about, count)
-        if about.stop < self.windows[-1].stop:
+    def _averages(self, sums, terms, count):
+        averages = super()._averages(sums, terms, count)
+        if terms.stop < self.windows[-1].stop:
             for name in self.moments.keys() & averages:
                 value = self.moments[name]
                 averages[name] = {k: torch.full_like(t, value) for k, t in averages[name].items()}
@@ -469,8 +469,8 @@ def test_a_window_that_is_repeated_over_the_same_sites_has_the_same_sum(tmp_path
             run.app(Message(content, 1, GOODBYE), run.grid.contexts[1])
 
     def resend(asked: Message) -> None:
-        about = asked.metadata
-        asked_last = (about.message_type, about.dst_node_id, about.group_id) == ("train", 1, "4")
+        terms = asked.metadata
+        asked_last = (terms.message_type, terms.dst_node_id, terms.group_id) == ("train", 1, "4")
         if asked_last and again:
             for name in ("exp_avg", "exp_avg_sq"):
                 asked.content[name] = to_record(run.strategy.state.average(name))

@@ -9,7 +9,7 @@ import numpy as np
 from flower_desloc.secure.agreement import (
     SHORT,
     WIDE,
-    About,
+    SumTerms,
     least_threshold,
     shapes_digest,
     stated,
@@ -26,7 +26,7 @@ WIDTHS = {"params": SHORT, "exp_avg_sq": WIDE}
 MOST = {name: 2 ** (8 * width - 5) for name, width in WIDTHS.items()}
 
 
-def about(number: int, **changed: Any) -> About:
+def terms(number: int, **changed: Any) -> SumTerms:
     """Return what a sum of so many sites is of."""
     values: dict[str, Any] = {
         "run": "run",
@@ -45,7 +45,7 @@ def about(number: int, **changed: Any) -> About:
         "fresh": False,
         "request": "1f",
     }
-    return About(**{**values, **changed})
+    return SumTerms(**{**values, **changed})
 
 
 def codes(m: int) -> dict[str, dict[str, Codes]]:
@@ -88,11 +88,11 @@ class Sites:
             return self.present(left | set(self.names) - set(names))
 
         for name, site in at(0):
-            server.add_keys(name, site.keys(server.about, None))
+            server.add_keys(name, site.keys(server.terms, None))
         for name, site in at(1, keys := server.keys):
             server.add_shares(name, site.shares(keys))
         for name, site in at(2, server.sharing):
-            site.receive(server.sealed_for(name), server.about.averages, None)
+            site.receive(server.sealed_for(name), server.terms.averages, None)
             arrays = of(self.names.index(name))
             site.mask(in_order(arrays))
             server.add_masked(name, in_order(sent(arrays)))

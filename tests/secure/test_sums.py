@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sums import Sites, about, codes, in_order, plain, same
+from sums import Sites, codes, in_order, plain, same, terms
 
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.__main__ import main
-from flower_desloc.secure.agreement import NARROW, SHORT, WIDE, About, Keys, stated
+from flower_desloc.secure.agreement import NARROW, SHORT, WIDE, Keys, SumTerms, stated
 from flower_desloc.secure.codes import (
     encode,
     largest_of,
@@ -32,7 +32,7 @@ from flower_desloc.secure.server import HiddenSumError, ServerSum
 def test_the_masked_sum_is_the_plain_sum_with_sites_gone_in_any_phase(
     tmp_path, number, tolerated, phase
 ):
-    sites, server = Sites(tmp_path, number), ServerSum(about(number))
+    sites, server = Sites(tmp_path, number), ServerSum(terms(number))
     gone = sites.names[1 : 1 + tolerated]
     sites.until_masked(server, dict.fromkeys(gone, phase))
     sites.unmask(server, gone)
@@ -42,7 +42,7 @@ def test_the_masked_sum_is_the_plain_sum_with_sites_gone_in_any_phase(
 
 @pytest.mark.parametrize("phase", range(4))
 def test_below_the_threshold_nothing_is_revealed(tmp_path, phase):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     gone = sites.names[:2]
     with pytest.raises(HiddenSumError, match=r"only 2 sites .* steps 1 to 16 needs 3"):  # noqa: PT012
         sites.until_masked(server, dict.fromkeys(gone, phase))
@@ -58,16 +58,16 @@ def test_below_the_threshold_nothing_is_revealed(tmp_path, phase):
 def test_what_a_site_sends_differs_in_every_value_and_at_every_try(tmp_path):
     sent = []
     for _ in range(2):
-        sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+        sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
         sites.until_masked(server, {})
         arrays = codes(0)
-        sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+        sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
         for name, site in sites.sites.items():
-            server.add_keys(name, site.keys(server.about, None))
+            server.add_keys(name, site.keys(server.terms, None))
         for name, site in sites.sites.items():
             server.add_shares(name, site.shares(server.keys))
         first = sites.sites["site-a"]
-        first.receive(server.sealed_for("site-a"), server.about.averages, None)
+        first.receive(server.sealed_for("site-a"), server.terms.averages, None)
         first.mask(in_order(arrays))
         sent.append(np.concatenate(in_order(arrays)))
     assert not np.any(sent[0] == np.concatenate(in_order(codes(0))))
@@ -102,13 +102,13 @@ def swapped(keys, name, other):
 
 def begun(sites, server):
     for name, site in sites.sites.items():
-        server.add_keys(name, site.keys(server.about, None))
+        server.add_keys(name, site.keys(server.terms, None))
     return server.keys
 
 
 def test_a_key_that_the_server_swaps_is_refused(tmp_path):
     sites = Sites(tmp_path, 3)
-    keys = begun(sites, ServerSum(about(3)))
+    keys = begun(sites, ServerSum(terms(3)))
     first = sites.sites["site-a"]
     with pytest.raises(ValueError, match="signed by 'site-b' is not"):
         first.shares(swapped(keys, "site-b", "site-c"))
@@ -120,7 +120,7 @@ def test_a_key_that_the_server_swaps_is_refused(tmp_path):
 
 def test_keys_and_shares_of_another_sum_are_refused(tmp_path):
     sites = Sites(tmp_path, 3)
-    old = begun(sites, earlier := ServerSum(about(3)))
+    old = begun(sites, earlier := ServerSum(terms(3)))
     for name, site in sites.sites.items():
         earlier.add_shares(name, site.shares(old))
     for changed in (
@@ -129,20 +129,20 @@ def test_keys_and_shares_of_another_sum_are_refused(tmp_path):
         {"attempt": "two"},
         {"request": "2f"},
     ):
-        new = begun(sites, ServerSum(about(3, **changed)))
+        new = begun(sites, ServerSum(terms(3, **changed)))
         with pytest.raises(ValueError, match=r"signed by 'site-b' is not: .* another window"):
             sites.sites["site-a"].shares({**new, "site-b": old["site-b"]})
     # Of the same sum, asked for twice: the signature holds, and the shares do not.
-    again = begun(sites, ServerSum(about(3)))
+    again = begun(sites, ServerSum(terms(3)))
     first = sites.sites["site-a"]
     first.shares({**again, "site-b": old["site-b"]})
     sealed = {name: earlier._sealed[name]["site-a"] for name in ("site-b", "site-c")}
     with pytest.raises(ValueError, match=r"shares of 'site-b' .* belong to another sum"):
-        first.receive(sealed, about(3).averages, None)
+        first.receive(sealed, terms(3).averages, None)
 
 
 def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     keys = begun(sites, server)
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
@@ -150,30 +150,30 @@ def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
     for sent in (
         {"params": stated(0, "1f")},
         {"params": stated(1, "0f")},
-        {**server.about.averages, "exp_avg": stated(0, "0f", 0.5)},
+        {**server.terms.averages, "exp_avg": stated(0, "0f", 0.5)},
     ):
         with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
             first.receive(sealed, sent, None)
     with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
         first.receive(sealed, {}, None)  # it has none
-    first.receive(sealed, server.about.averages, None)
+    first.receive(sealed, server.terms.averages, None)
 
 
 def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
     sites = Sites(tmp_path / "a", 4)
-    keys = begun(sites, ServerSum(about(4)))
+    keys = begun(sites, ServerSum(terms(4)))
     with pytest.raises(ValueError, match="threshold of 3 for 2 sites: it must be at least 2"):
         sites.sites["site-a"].shares({name: keys[name] for name in ("site-a", "site-b")})
     with pytest.raises(ValueError, match=r"secure-min=3 .* federation.min_clients=3"):
-        sites.sites["site-a"].keys(about(4, threshold=2), None)
+        sites.sites["site-a"].keys(terms(4, threshold=2), None)
     sites = Sites(tmp_path / "b", 6)
-    keys = begun(sites, ServerSum(about(6, threshold=4)))
+    keys = begun(sites, ServerSum(terms(6, threshold=4)))
     with pytest.raises(ValueError, match="threshold of 4 for 6 sites: it must be at least 5"):
         sites.sites["site-a"].shares(keys)
 
 
 def test_no_site_gives_both_shares_of_another(tmp_path):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
     everybody, without = sites.names, sites.names[:3]
     first = sites.restarted("site-a")
@@ -194,7 +194,7 @@ def test_no_site_gives_both_shares_of_another(tmp_path):
 
 
 def test_a_site_gives_no_share_while_others_have_confirmed_another_list(tmp_path):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {"site-d": 2})
     signed = {
         name: sites.restarted(name).confirm(server.survivors) for name in ("site-a", "site-b")
@@ -212,14 +212,14 @@ def test_a_site_gives_no_share_while_others_have_confirmed_another_list(tmp_path
 
 
 def test_a_window_is_given_away_over_one_list_of_sites(tmp_path):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
     sites.unmask(server)
-    again = ServerSum(about(4, attempt="two"))
+    again = ServerSum(terms(4, attempt="two"))
     sites.until_masked(again, {"site-d": 2})
     with pytest.raises(ValueError, match=r"given away already.* repeat it with the same sites"):
         sites.unmask(again)
-    third = ServerSum(about(4, attempt="three"))
+    third = ServerSum(terms(4, attempt="three"))
     sites.until_masked(third, {})
     sites.unmask(third)
     assert same(third.total(), plain(range(4)))
@@ -236,28 +236,28 @@ def test_a_window_is_given_away_over_one_list_of_sites(tmp_path):
 def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
     tmp_path, monkeypatch, run, changed
 ):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
     sites.unmask(server)
     for name in sites.names:
         sites.restarted(name).forget()
-    again = ServerSum(about(4, **changed))
+    again = ServerSum(terms(4, **changed))
     monkeypatch.setattr(sites, "restarted", partial(sites.restarted, run=run))
     sites.until_masked(again, {"site-d": 2})
     with pytest.raises(ValueError, match=r"given away already.* may delete .*site-a\.json"):
         sites.unmask(again)
     for name in sites.names:
         (tmp_path / f"{name}.json").unlink()
-    sites.until_masked(again := ServerSum(about(4, **changed)), {"site-d": 2})
+    sites.until_masked(again := ServerSum(terms(4, **changed)), {"site-d": 2})
     sites.unmask(again)
 
 
 def test_averages_that_hardly_differ_are_others_which_no_site_can_tell(tmp_path, monkeypatch):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
     sites.unmask(server)
     near = {"params": stated(0, "0e", 0.5)}  # docs/explanation/privacy.md: not protected
-    again = ServerSum(about(4, run="other", averages=near))
+    again = ServerSum(terms(4, run="other", averages=near))
     monkeypatch.setattr(sites, "restarted", partial(sites.restarted, run="other"))
     sites.until_masked(again, {"site-d": 2})
     sites.unmask(again)
@@ -267,14 +267,14 @@ def test_averages_that_hardly_differ_are_others_which_no_site_can_tell(tmp_path,
 
 def taken(sites, names, held=None, sent=None, **changed):
     """Let the named sites take a window, of which no sum comes; by default all averages come."""
-    server = ServerSum(about(3, **changed))
+    server = ServerSum(terms(3, **changed))
     for name, site in sites.sites.items():
-        server.add_keys(name, site.keys(server.about, held))
+        server.add_keys(name, site.keys(server.terms, held))
     keys = server.keys
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     for name in names:
-        averages = server.about.averages if sent is None else sent
+        averages = server.terms.averages if sent is None else sent
         sites.sites[name].receive(server.sealed_for(name), averages, held)
         sites.sites[name].mask(in_order(codes(0)))
 
@@ -299,16 +299,16 @@ def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(t
     taken(sites, ["site-b", "site-c"], request="2f")  # nor by other settings
     with pytest.raises(ValueError, match="have taken other windows"):
         taken(sites, [], held=16, **LATER)
-    server = ServerSum(about(3, fresh=True, **LATER))
+    server = ServerSum(terms(3, fresh=True, **LATER))
     keys = begun(sites, server)
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     first = sites.sites["site-a"]
     with pytest.raises(ValueError, match="is not the one that it stated to the others"):
         first.receive(server.sealed_for("site-a"), {}, 16)  # but its state is still there
-    first.receive(server.sealed_for("site-a"), server.about.averages, None)
+    first.receive(server.sealed_for("site-a"), server.terms.averages, None)
     with pytest.raises(ValueError, match="it does not begin from the averages alone"):
-        server.add_keys("site-a", first.keys(about(3, **LATER), 16))
+        server.add_keys("site-a", first.keys(terms(3, **LATER), 16))
     taken(sites, sites.names)
     taken(sites, sites.names, held=16, **LATER)  # by now all have
 
@@ -316,29 +316,29 @@ def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(t
 def test_the_history_of_a_state_is_not_known_until_its_window_is_complete(tmp_path):
     sites = Sites(tmp_path, 3)
     taken(sites, sites.names)
-    server = ServerSum(about(3, request="2f"))
+    server = ServerSum(terms(3, request="2f"))
     keys = begun(sites, server)
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     for name, site in sites.sites.items():  # the window is begun again, and does not end
-        site.receive(server.sealed_for(name), server.about.averages, None)
+        site.receive(server.sealed_for(name), server.terms.averages, None)
     with pytest.raises(ValueError, match="have taken other windows"):
         taken(sites, [], held=16, **LATER)
 
 
 def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     keys = begun(sites, server)
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     one, other = sites.restarted("site-a"), sites.restarted("site-a")
     for process in (one, other):
-        process.receive(server.sealed_for("site-a"), server.about.averages, None)
+        process.receive(server.sealed_for("site-a"), server.terms.averages, None)
     one.mask(in_order(codes(0)))
     with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
         other.mask(in_order(codes(99)))
     for name in sites.names[1:]:
-        sites.sites[name].receive(server.sealed_for(name), server.about.averages, None)
+        sites.sites[name].receive(server.sealed_for(name), server.terms.averages, None)
     one.confirm(sites.names)
     with pytest.raises(ValueError, match="two lists could give away a single site"):
         other.confirm(sites.names[:3])
@@ -348,7 +348,7 @@ def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path
 
 
 def test_one_mask_hides_one_value(tmp_path):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     sites.until_masked(server, {})
     with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
         sites.restarted("site-a").mask(in_order(codes(1)))
@@ -357,7 +357,7 @@ def test_one_mask_hides_one_value(tmp_path):
 
 
 def test_a_false_share_is_named_and_not_believed(tmp_path):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     sites.until_masked(server, {})
     sites.unmask(server)
     place, share = next(iter(server._shares["site-b"].items()))
@@ -367,7 +367,7 @@ def test_a_false_share_is_named_and_not_believed(tmp_path):
 
 
 def test_a_false_share_among_spare_ones_is_left_out_and_its_site_named(tmp_path):
-    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
     sites.unmask(server)
     server._shares["site-b"][0] = bytes(32)
@@ -376,8 +376,8 @@ def test_a_false_share_among_spare_ones_is_left_out_and_its_site_named(tmp_path)
 
 
 def test_false_shares_of_three_sites_of_twenty_do_not_hide_a_sum(tmp_path, monkeypatch):
-    server = ServerSum(about(20))
-    keys = Keys.of(begun(Sites(tmp_path, 3), ServerSum(about(3)))["site-a"])
+    server = ServerSum(terms(20))
+    keys = Keys.of(begun(Sites(tmp_path, 3), ServerSum(terms(3)))["site-a"])
     server._keys = {f"site-{m:02}": keys for m in range(20)}
     tries, secret = list[None](), bytes(range(32))
     monkeypatch.setattr(server, "_is_secret", lambda name, found: found == secret)
@@ -395,7 +395,7 @@ def test_false_shares_of_three_sites_of_twenty_do_not_hide_a_sum(tmp_path, monke
 
 
 def test_true_shares_are_joined_twice_and_not_for_each_spare_one(tmp_path, monkeypatch):
-    sites, server = Sites(tmp_path, 10), ServerSum(about(10))
+    sites, server = Sites(tmp_path, 10), ServerSum(terms(10))
     sites.until_masked(server, {})
     sites.unmask(server)
     tries, join = list[None](), shares.join
@@ -412,10 +412,10 @@ def test_true_shares_are_joined_twice_and_not_for_each_spare_one(tmp_path, monke
 
 @pytest.mark.parametrize("which", ["mask", "channel"])
 def test_keys_that_are_no_secret_are_named_by_the_server_and_refused_by_sites(tmp_path, which):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     keys = begun(sites, server)
     bad = replace(Keys.of(keys["site-c"]), **{which: bytes(32)})
-    signature = Identity.read(tmp_path, "site-c").sign(bad.signed(server.about, "site-c"))
+    signature = Identity.read(tmp_path, "site-c").sign(bad.signed(server.terms, "site-c"))
     data = replace(bad, signature=signature).to_bytes()
     with pytest.raises(ValueError, match="'site-c' has sent keys that are no secret"):
         server.add_keys("site-c", data)
@@ -441,23 +441,23 @@ def test_keys_that_are_no_secret_are_named_by_the_server_and_refused_by_sites(tm
     ],
 )
 def test_what_a_sum_is_about_has_exact_types_and_ranges(wrong):
-    with pytest.raises(ValueError, match="not what a sum is about"):
-        About.of_json(about(3, **wrong).to_json())
+    with pytest.raises(ValueError, match="not the terms of a sum"):
+        SumTerms.of_json(terms(3, **wrong).to_json())
 
 
 def test_a_site_that_sends_what_was_not_asked_for_is_left_out(tmp_path):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     keys = begun(sites, server)
     with pytest.raises(ValueError, match="192 bytes, not 1"):
         server.add_keys("site-a", b"x")
     sealed = sites.sites["site-a"].shares(keys)
     with pytest.raises(ValueError, match="expected all other sites"):
         server.add_shares("site-a", {"site-b": sealed["site-b"]})
-    text = about(3).to_json()
-    assert About.of_json(text) == about(3)
+    text = terms(3).to_json()
+    assert SumTerms.of_json(text) == terms(3)
     for wrong in ("{}", "[]", text.replace("16", "17 "), text.replace('"params": 4', '"other": 4')):
-        with pytest.raises(ValueError, match="not what a sum is about"):
-            About.of_json(wrong)
+        with pytest.raises(ValueError, match="not the terms of a sum"):
+            SumTerms.of_json(wrong)
 
 
 # Keys and codes
@@ -482,7 +482,7 @@ def test_a_site_has_one_key_that_only_it_can_read_and_peers_by_name(tmp_path, ca
 
 
 def test_the_file_of_a_sum_is_the_sites_own_and_forgets_what_it_gave(tmp_path):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites, server = Sites(tmp_path, 3), ServerSum(terms(3))
     sites.until_masked(server, {})
     path = tmp_path / "site-a.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -519,7 +519,9 @@ def test_second_moments_are_never_rounded_down_and_their_roots_hardly_up():
 def test_a_scale_follows_from_what_an_average_is_named(largest):
     stream = {"a": torch.tensor([-largest, largest / 2], dtype=torch.float64), "b": torch.empty(0)}
     named = stated(0, "0f", largest_of(stream))
-    assert About.of_json(about(3, averages={"params": named}).to_json()).averages["params"] == named
+    assert (
+        SumTerms.of_json(terms(3, averages={"params": named}).to_json()).averages["params"] == named
+    )
     assert scale_after(named, 4, NARROW) == scale_for(largest, 4, NARROW)
 
 

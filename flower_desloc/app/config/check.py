@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
-from flower_desloc.flower.options import exclusion_problems
+from flower_desloc.flower.options import BY_FLOWERS_OWN, BY_GRADIENTS, BY_RESETS, BY_SECURE_SUMS
 from flower_desloc.optim import OPTIMIZERS
 from flower_desloc.secure.identity import LEAST
 from flower_desloc.trackers import TRACKERS
@@ -29,13 +30,38 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
-_SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
+SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
 _SIMULATED: Final = "simulation.num_clients"
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
 _EXCLUSIONS: Final = (
+    Exclusion(
+        where=lambda config: config.strategy != "desloc",
+        keys=BY_FLOWERS_OWN.keys,
+        why=BY_FLOWERS_OWN.why,
+    ),
+    Exclusion(
+        where=lambda config: GRADIENTS in config.sync,
+        keys=BY_GRADIENTS.keys,
+        why=BY_GRADIENTS.why,
+    ),
+    Exclusion(
+        where=lambda config: RESET in config.sync.values(),
+        keys=BY_RESETS.keys,
+        why=BY_RESETS.why,
+    ),
+    Exclusion(
+        where=lambda config: config.privacy.secure_aggregation,
+        keys=BY_SECURE_SUMS.keys,
+        why=BY_SECURE_SUMS.why,
+    ),
+    Exclusion(
+        where=lambda config: config.strategy != "desloc" or GRADIENTS in config.sync,
+        keys=("privacy.secure_aggregation",),
+        why="it is for averages of params and of states by strategy=desloc",
+    ),
     Exclusion(
         where=lambda config: not config.run.keep_best,
         keys=("run.patience",),
@@ -58,7 +84,7 @@ _EXCLUSIONS: Final = (
         why="coins (sync_mode=probabilistic) have no phase",
     ),
     Exclusion(
-        where=lambda config: _SCAFFOLD in config.optimizer.names,
+        where=lambda config: SCAFFOLD in config.optimizer.names,
         keys=(
             *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
             *("federation.fraction_train", "federation.min_steps"),
@@ -67,7 +93,7 @@ _EXCLUSIONS: Final = (
         "and is plain SGD or has wrong control variates otherwise",
     ),
 )
-"""What excludes what, besides the options of a strategy (``flower/options.py``)."""
+"""What excludes what; what a federation's policy excludes is stated with it."""
 
 
 def check(config: Config) -> None:
@@ -81,7 +107,8 @@ def check(config: Config) -> None:
 
 
 def _excluded(config: Config) -> Iterator[str]:
-    yield from exclusion_problems(config)
+    with suppress(ValueError):  # ``_compression`` reports it
+        config = dataclasses.replace(config, compression={**lossy(config.compression)})
     for exclusion in _EXCLUSIONS:
         yield from exclusion.problems(config)
 
@@ -323,14 +350,14 @@ def _outer(config: Config) -> Iterator[str]:
 
 def _lr_schedule(config: Config) -> Iterator[str]:
     lr_schedule, run = config.lr_schedule, config.run
-    warmup, decay = lr_schedule.warmup_steps or 0, lr_schedule.decay_steps or 0
+    warmup, decay = lr_schedule.warmup_of(run.steps), lr_schedule.decay_of(run.steps)
     if lr_schedule.name == "wsd" and warmup + decay > run.steps:
         yield (
             f"lr_schedule.warmup_steps={warmup} and lr_schedule.decay_steps={decay}: they do not "
             f"fit into {run.steps=}"
         )
     if lr_schedule.name == "cosine" and warmup > run.steps:
-        yield f"{lr_schedule.warmup_steps=}: must be at most {run.steps=}"
+        yield f"lr_schedule.warmup_steps={warmup}: must be at most {run.steps=}"
 
 
 def _sync(config: Config) -> Iterator[str]:
@@ -353,7 +380,7 @@ def _sync(config: Config) -> Iterator[str]:
 def _scaffold(config: Config) -> Iterator[str]:
     """Yield periods with which SCAFFOLD would be plain SGD, in some windows or in all."""
     sync = config.sync
-    if _SCAFFOLD not in config.optimizer.names or not {PARAMS, "control"} <= sync.keys():
+    if SCAFFOLD not in config.optimizer.names or not {PARAMS, "control"} <= sync.keys():
         return  # data parallelism is SCAFFOLD of one step; ``check_streams`` says what sync lacks
     period = sync[PARAMS]
     if sync["control"] != period:

@@ -4,6 +4,7 @@ from typing import Any
 
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
+from flower_desloc.flower.options import BY_GRADIENTS
 from flower_desloc.flower.strategy import DesLoc
 
 
@@ -25,6 +26,7 @@ class DataParallel(DesLoc):
     """
 
     title = "data parallelism"
+    excludes = (BY_GRADIENTS,)
     must_average = GRADIENTS
     has_bound = False  # the gradient of a single batch may be long; the server clips
 

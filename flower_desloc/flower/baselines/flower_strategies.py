@@ -23,6 +23,7 @@ from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
 from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.messages import CONFIG
+from flower_desloc.flower.options import BY_FLOWERS_OWN
 from flower_desloc.flower.strategy import DesLoc
 
 STRATEGIES: Final[Mapping[str, type[FedAvg]]] = {
@@ -62,6 +63,7 @@ class FlowerStrategy(DesLoc):
 
     """
 
+    excludes = (BY_FLOWERS_OWN,)
     has_bound = False  # the strategy averages what it is given
     sent_always = (PARAMS,)  # in every round, as Flower sends them
 
@@ -79,7 +81,6 @@ class FlowerStrategy(DesLoc):
                 "the model has buffers (such as BatchNorm's statistics), which the rounds of "
                 "Flower's own strategies do not carry; set strategy=desloc"
             )
-        self.name = getattr(make, "func", make).__name__
         super().__init__(schedule, num_steps, templates=templates, **options)
         self.strategy = make(
             min_train_nodes=1,

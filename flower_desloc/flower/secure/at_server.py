@@ -24,6 +24,7 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import STATE_NEW, WindowRequest
 from flower_desloc.flower.metrics import trained
+from flower_desloc.flower.options import BY_SECURE_SUMS
 from flower_desloc.flower.replies import (
     Contribution,
     WindowReply,
@@ -46,7 +47,7 @@ from flower_desloc.flower.secure.record import (
     request_digest,
 )
 from flower_desloc.flower.strategy import DesLoc
-from flower_desloc.secure.agreement import About, least_threshold, shapes_digest, stated
+from flower_desloc.secure.agreement import SumTerms, least_threshold, shapes_digest, stated
 from flower_desloc.secure.codes import (
     Codes,
     largest_of,
@@ -94,7 +95,8 @@ class SecureDesLoc(DesLoc):
 
     """
 
-    title, is_secure = "DES-LOC by secure sums", True
+    title = "DES-LOC by secure sums"
+    excludes = (BY_SECURE_SUMS,)
     has_bound = False  # of a single client's update nothing is known
 
     def __init__(self, schedule: SyncSchedule, num_steps: int, **options: Any) -> None:
@@ -134,7 +136,7 @@ class SecureDesLoc(DesLoc):
             with self.loop.timed("averaging"), self.loop.leaving_out(message) as member:
                 assert total is not None, "a reply to a request of no sum"
                 reply = self._checked(message)
-                total.add_masked(member.name, self._codes(reply, total.about))
+                total.add_masked(member.name, self._codes(reply, total.terms))
                 self.loop.add(member, reply)
                 del reply
                 added.append(member)
@@ -147,7 +149,7 @@ class SecureDesLoc(DesLoc):
                 (loss, number), *sums = total.total()
                 for name in total.false:
                     self.loop.note("failed", name, "it gave a false share; the others sufficed")
-                averages = self._averages(sums, total.about, len(added))
+                averages = self._averages(sums, total.terms, len(added))
         except ValueError as error:  # too few are left, or one of them has sent nonsense
             now.left_out |= self._unhelpful
             self._hidden(error)
@@ -173,11 +175,11 @@ class SecureDesLoc(DesLoc):
         """
         having = list(members)
         alike = [request_digest(each.content) for each in self.requests.train(having[:1], config)]
-        about = self._about(len(having), "".join(alike))
-        total = self._keyed(about, having)
+        terms = self._terms(len(having), "".join(alike))
+        total = self._keyed(terms, having)
         if not total.is_alike:
             having = [member for member in having if member.name in total.keys]
-            total = self._keyed(replace(about, attempt=secrets.token_hex(16), fresh=True), having)
+            total = self._keyed(replace(terms, attempt=secrets.token_hex(16), fresh=True), having)
             self.loop.note("state lost", "", "clients begin from the averages: some were away")
             for member in having:
                 member.versions.clear()
@@ -188,16 +190,16 @@ class SecureDesLoc(DesLoc):
                 total.add_shares(member.name, read_by_name(record_of(reply)))
         return total
 
-    def _keyed(self, about: About, members: Iterable[Member]) -> ServerSum:
+    def _keyed(self, terms: SumTerms, members: Iterable[Member]) -> ServerSum:
         """Return a sum with the keys of the sites that have sent some."""
-        total = ServerSum(about)
-        for reply in self._ask(members, KEYS, {"about": about.to_json()}):
+        total = ServerSum(terms)
+        for reply in self._ask(members, KEYS, {"terms": terms.to_json()}):
             with self.loop.leaving_out(reply) as member:
                 (data,) = read_by_name(record_of(reply)).values()
                 total.add_keys(member.name, data)
         return total
 
-    def _about(self, number: int, request: str) -> About:
+    def _terms(self, number: int, request: str) -> SumTerms:
         window, templates = self.loop.round.window, self.state.templates
         for name in window.due:
             for key, tensor in templates.get(name, {}).items():
@@ -210,7 +212,7 @@ class SecureDesLoc(DesLoc):
                 raise ValueError(f"secure sums of {name!r} need templates={{...}} that have it")
         averages = self._stated_averages()
         widths = {name: width_of(self.state.kind(name)) for name in window.due}
-        return About(
+        return SumTerms(
             run=self.run_key,
             attempt=secrets.token_hex(16),
             start=window.start,
@@ -261,11 +263,11 @@ class SecureDesLoc(DesLoc):
             is_new=STATE_NEW in reply.metrics,
         )
 
-    def _codes(self, reply: Contribution, about: About) -> Iterator[Codes]:
+    def _codes(self, reply: Contribution, terms: SumTerms) -> Iterator[Codes]:
         """Yield the arrays of a reply in the order of the sum, each when it is asked for."""
         yield reply.streams[MASKED_LOSS][""].numpy()
-        for name, key in order_of({name: self.state.templates[name] for name in about.widths}):
-            yield unpacked(reply.streams[name][key].numpy(), about.widths[name])
+        for name, key in order_of({name: self.state.templates[name] for name in terms.widths}):
+            yield unpacked(reply.streams[name][key].numpy(), terms.widths[name])
 
     def _unmask(self, total: ServerSum, members: list[Member]) -> None:
         """Let the sites confirm who is in the sum, and give their shares."""
@@ -285,14 +287,14 @@ class SecureDesLoc(DesLoc):
                     self._unhelpful.pop(member.name, None)
 
     def _averages(
-        self, sums: list[Codes], about: About, count: int
+        self, sums: list[Codes], terms: SumTerms, count: int
     ) -> dict[str, dict[str, Tensor]]:
         """Return the averages from the sums; raises ``ValueError`` for impossible ones."""
-        templates = {name: self.state.templates[name] for name in about.widths}
+        templates = {name: self.state.templates[name] for name in terms.widths}
         averages: dict[str, dict[str, Tensor]] = {name: {} for name in templates}
         for name, key in order_of(templates):
-            codes = signed(sums.pop(0), about.widths[name])
-            averages[name][key] = mean_of(codes, about.scales[name], count, templates[name][key])
+            codes = signed(sums.pop(0), terms.widths[name])
+            averages[name][key] = mean_of(codes, terms.scales[name], count, templates[name][key])
         check_streams(averages, templates, self.state.kinds)
         return averages
 
@@ -318,10 +320,10 @@ class SecureDesLoc(DesLoc):
     ) -> Iterator[Message]:
         """Ask the sites the question of a phase, and yield their replies."""
         now, exchange = self.loop.round, self.loop.exchange
-        about = WindowRequest(run_key=self.run_key, start=now.window.start, stop=now.window.stop)
+        terms = WindowRequest(run_key=self.run_key, start=now.window.start, stop=now.window.stop)
         requests = []
         for member in members:
-            message = exchange.request(member.node_id, ASK, about, server_round=now.number)
+            message = exchange.request(member.node_id, ASK, terms, server_round=now.number)
             message.content[SECURE] = ConfigRecord({"phase": phase, **content})
             requests.append(message)
         return exchange.replies(requests)

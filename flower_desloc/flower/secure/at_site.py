@@ -20,8 +20,8 @@ from flower_desloc.flower.client_info import without_data
 from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
-    ABOUT,
     ARE_YOU_THERE,
+    CLIENT_INFO,
     CONFIG,
     GOODBYE,
     HELLO,
@@ -43,7 +43,7 @@ from flower_desloc.flower.secure.record import (
     record_of,
     request_digest,
 )
-from flower_desloc.secure.agreement import About, shapes_digest, stated
+from flower_desloc.secure.agreement import SumTerms, shapes_digest, stated
 from flower_desloc.secure.codes import Codes, encode, largest_of, packed, scale_after, width_of
 from flower_desloc.secure.identity import LEAST, Identity
 from flower_desloc.secure.site import SiteSum
@@ -108,8 +108,8 @@ def _answer_question(message: Message, site: SiteSum, files: StateFiles) -> Mess
     record = record_of(message)
     phase = record.get("phase")
     if phase == KEYS:
-        about = About.of_json(str(record.get("about")))
-        found = {site.name: site.keys(about, _step_of_state(files.at(about.start), about))}
+        terms = SumTerms.of_json(str(record.get("terms")))
+        found = {site.name: site.keys(terms, _step_of_state(files.at(terms.start), terms))}
     elif phase == SHARES:
         found = site.shares(read_by_name(record))
     elif phase == CONFIRM:
@@ -127,16 +127,16 @@ def _train(
     """Take the steps of a window, and mask what is due."""
     request = WindowRequest.from_content(message.content)
     _require_masks(message, request)
-    about = site.about()
-    if about.fresh:
+    terms = site.terms()
+    if terms.fresh:
         files.delete()
-    state = files.at(about.start)
-    state_step = _step_of_state(state, about)
-    if _lacks(request, about, state):
+    state = files.at(terms.start)
+    state_step = _step_of_state(state, terms)
+    if _lacks(request, terms, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
-    _agree(message, site, request, about, state_step)
-    if state_step is None and not about.fresh:
+    _agree(message, site, request, terms, state_step)
+    if state_step is None and not terms.fresh:
         _begin_alike(files, request)
     kinds, bundles = request.kinds, request.bundles
     del request, state  # its tensors are freed by whoever uses them
@@ -148,7 +148,7 @@ def _train(
         raise ValueError("this site's state is damaged; a window is asked for again with new keys")
     content = RecordDict({METRICS: _shown(metrics)})
     loss = _loss_codes(metrics.get("train-loss"))
-    masked = _masked(streams_of(reply.content), about, kinds, site, loss)
+    masked = _masked(streams_of(reply.content), terms, kinds, site, loss)
     content[METRICS][MASKED_LOSS] = loss.tolist()
     for name in list(masked):
         record = to_record(masked.pop(name))
@@ -166,21 +166,21 @@ def _shown(metrics: MetricRecord) -> MetricRecord:
     return shown
 
 
-def _step_of_state(state: ClientState | None, about: About) -> int | None:
+def _step_of_state(state: ClientState | None, terms: SumTerms) -> int | None:
     """Return the step of a state with local steps that a window goes on from; None: it has none."""
     if state is None:
         return None
-    now = about.versions
+    now = terms.versions
     kept = {name: state.versions[name] for name in state.streams}
     goes_on = any(now.get(name, version) == version for name, version in kept.items())
     return state.step if goes_on or state.late or state.loop_state else None
 
 
-def _lacks(request: WindowRequest, about: About, state: ClientState | None) -> bool:
+def _lacks(request: WindowRequest, terms: SumTerms, state: ClientState | None) -> bool:
     """Return whether an average was not sent, and is not in the state with the steps since."""
     return any(
         name not in request.streams and not (state is not None and state.has(name, version))
-        for name, version in about.versions.items()
+        for name, version in terms.versions.items()
     )
 
 
@@ -213,7 +213,7 @@ def _require_masks(message: Message, request: WindowRequest) -> None:
 
 
 def _agree(
-    message: Message, site: SiteSum, request: WindowRequest, about: About, state_step: int | None
+    message: Message, site: SiteSum, request: WindowRequest, terms: SumTerms, state_step: int | None
 ) -> None:
     """Take the others' shares; raises ``ValueError`` unless the sum is what is asked for."""
     sent = {
@@ -223,36 +223,36 @@ def _agree(
     site.receive(read_by_name(record_of(message)), sent, state_step)
     del message.content[SECURE]
     asked = request.run_key, request.start, request.stop, set(request.due)
-    if asked != (about.run, about.start, about.stop, set(about.shapes)) or any(
-        request.versions.get(name) != version for name, version in about.versions.items()
+    if asked != (terms.run, terms.start, terms.stop, set(terms.shapes)) or any(
+        request.versions.get(name) != version for name, version in terms.versions.items()
     ):
-        raise ValueError(f"the sites agreed on a sum of {about.window}, not on what is asked for")
-    if request_digest(message.content) != about.request:
+        raise ValueError(f"the sites agreed on a sum of {terms.window}, not on what is asked for")
+    if request_digest(message.content) != terms.request:
         raise ValueError(
             "the settings of this request are not those that all sites of the sum agreed on"
         )
-    for name, width in about.widths.items():
-        average = about.averages.get(name)
-        codes = width_of(kind_of(name, request.kinds)), scale_after(average, about.most, width)
-        if codes != (width, about.scales[name]):
+    for name, width in terms.widths.items():
+        average = terms.averages.get(name)
+        codes = width_of(kind_of(name, request.kinds)), scale_after(average, terms.most, width)
+        if codes != (width, terms.scales[name]):
             raise ValueError(f"the codes of {name!r} are not those that follow from its average")
 
 
 def _masked(
-    streams: Streams, about: About, kinds: Kinds, site: SiteSum, loss: Codes
+    streams: Streams, terms: SumTerms, kinds: Kinds, site: SiteSum, loss: Codes
 ) -> dict[str, dict[str, Tensor]]:
     """Return the masked bytes of streams, by tensor, and mask the ``loss`` in place."""
     shapes = {n: shapes_digest({k: t.shape for k, t in s.items()}) for n, s in streams.items()}
-    if shapes != about.shapes:
+    if shapes != terms.shapes:
         raise ValueError("the server's model has other tensors than this site's")
     masked: dict[str, dict[str, Tensor]] = {name: {} for name in streams}
 
     def coded() -> Iterator[Codes]:
         yield loss
         for name, key in order_of(streams):
-            codes = _encoded(name, key, streams[name][key], about, kinds)
+            codes = _encoded(name, key, streams[name][key], terms, kinds)
             yield codes  # it has its masks when the next one is asked for
-            masked[name][key] = torch.from_numpy(packed(codes, about.widths[name]))
+            masked[name][key] = torch.from_numpy(packed(codes, terms.widths[name]))
 
     site.mask(coded())
     return masked
@@ -263,10 +263,10 @@ def order_of(streams: Streams) -> list[tuple[str, str]]:
     return [(name, key) for name in sorted(streams) for key in sorted(streams[name])]
 
 
-def _encoded(name: str, key: str, tensor: Tensor, about: About, kinds: Kinds) -> Codes:
-    up, width = not kind_of(name, kinds).is_signed, about.widths[name]
+def _encoded(name: str, key: str, tensor: Tensor, terms: SumTerms, kinds: Kinds) -> Codes:
+    up, width = not kind_of(name, kinds).is_signed, terms.widths[name]
     try:
-        return encode(tensor, about.scales[name], about.most, width, up=up)
+        return encode(tensor, terms.scales[name], terms.most, width, up=up)
     except ValueError:
         log(WARNING, "%r of stream %r has values that no code holds", key, name)  # here alone
         raise
@@ -279,6 +279,7 @@ def _loss_codes(loss: object) -> Codes:
 
 
 def _without_data(reply: Message) -> Message:
-    if reply.has_content() and ABOUT in reply.content:
-        reply.content[ABOUT] = without_data(records_of(ConfigRecord, reply.content)[ABOUT])
+    if reply.has_content() and CLIENT_INFO in reply.content:
+        info = records_of(ConfigRecord, reply.content)[CLIENT_INFO]
+        reply.content[CLIENT_INFO] = without_data(info)
     return reply

@@ -142,7 +142,7 @@ def test_a_site_records_what_it_was_asked_and_what_it_sent(site, tmp_path):
     kinds = [line["message"] for line in found]
     assert kinds[0] == "query.hello"
     assert kinds.count("train") == 2
-    assert found[0]["sent"]["about"]["client"] == "client-1"
+    assert found[0]["sent"]["client-info"]["client"] == "client-1"
     assert "seq_len: 32" in found[0]["asked"]["config"]["settings"]
     windows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     trained = [line for line in found if line["message"] == "train"]

@@ -30,13 +30,13 @@ class MultiProcessWorker(Worker):
             worker = replace(worker, evaluate=partial(ranks.call, "evaluate"))
         return cls(**vars(worker), ranks=ranks, folder=folder)
 
-    def like(self, names: Iterable[str]) -> dict[str, Stream]:
+    def templates(self, names: Iterable[str]) -> dict[str, Stream]:
         """Return tensors of the shapes and types that streams have in a single process."""
         return {name: self.ranks.worker.shapes(name) for name in names}
 
     def put(self, streams: Mapping[str, Stream]) -> None:
         """Write streams into all ranks."""
-        for name, like in self.like(streams).items():
+        for name, like in self.templates(streams).items():
             check_like(name, streams[name], like)
         self.ranks.call("put", list(streams), streams=streams)
 
