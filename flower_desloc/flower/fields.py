@@ -95,7 +95,7 @@ def _numbers(value: Any) -> Iterable[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """Settings that must be at their defaults where something else is set.
+    """Settings that must be null or at their defaults where something else is set.
 
     A setting that is on by default belongs in ``where``, and what excludes it in ``keys``.
     """
@@ -113,7 +113,7 @@ class Exclusion:
             return
         for key in self.keys:
             value, default = attrgetter(key)(settings), default_of(type(settings), key)
-            if value != default:
+            if value not in (default, None):
                 remedy = self.remedy or f"set {prefix}{key}={_yaml(default)}"
                 yield f"{prefix}{key}={_yaml(value)}: {self.why.format(settings)}; {remedy}"
 

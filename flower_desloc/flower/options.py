@@ -86,8 +86,8 @@ def check_options(
     }
     default = Policy()
     for field in dataclasses.fields(Policy):
-        is_default = getattr(strategy.policy, field.name) == getattr(default, field.name)
-        stated[f"federation.{field.name}"] = not is_default
+        value = getattr(strategy.policy, field.name)
+        stated[f"federation.{field.name}"] = value not in (getattr(default, field.name), None)
     for excluded in (*strategy.excludes, *([BY_RESETS] if schedule.resets else [])):
         for key in excluded.keys:
             if stated[key]:

@@ -67,6 +67,14 @@ def test_the_library_refuses_what_the_configuration_refuses(preset, settings, st
     assert f": {why}; set " in str(refused.value)
 
 
+def test_what_is_off_may_be_stated():
+    off = Policy(norm_bound=None)
+    for make in (secure, fedadam, data_parallel):
+        make(policy=off)
+    for preset, words in (("fedadam", ""), ("ddp", ""), ("quickstart", SECURE)):
+        load(preset, f"federation.norm_bound=null {words}".strip())
+
+
 def test_the_format_of_every_stream_by_default_may_be_stated():
     exact = {"params": "fp32"}
     for make in (secure, fedadam, data_parallel):
