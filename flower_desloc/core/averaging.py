@@ -1,7 +1,7 @@
 """Weighted mean over clients of the streams that are due (E_m in the paper)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flower_desloc.core.kinds import Kind, Kinds, kind_of
-from flower_desloc.core.types import Stream, Streams, Weight
+from flower_desloc.core.types import Shares, Stream, Streams
 
 _BLOCK = 1 << 19
 """Values per operation: their difference to the mean stays in the cache."""
@@ -29,7 +29,7 @@ class Averager(Protocol):
     def count(self) -> int:
         """Number of clients whose streams were added."""
 
-    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
+    def add(self, streams: Streams, weight: float = 1.0, shares: Shares | None = None) -> None:
         """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
 
     def result(self) -> dict[str, dict[str, Tensor]]:
@@ -64,13 +64,13 @@ class Mean:
         self._squares: dict[str, dict[str, float]] = {}
         self._shared = False
 
-    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
-        """Add one client's streams.
+    def add(self, streams: Streams, weight: float = 1.0, shares: Shares | None = None) -> None:
+        """Add one client's streams, by default with its whole weight in each.
 
-        Raises ``ValueError`` when a ``weight`` is not a positive finite number, or when the streams
-        or tensors are not those of the first client.
+        Raises ``ValueError`` when a weight is not a positive finite number, or when the streams or
+        tensors are not those of the first client.
         """
-        weights = weights_of(streams, weight)
+        weights = weights_of(streams, weight, shares)
         if self.count == 0:
             self._means = _copies(streams)
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
@@ -133,20 +133,24 @@ class Drift:
     norm: float
 
 
-def weights_of(streams: Streams, weight: Weight) -> dict[str, dict[str, float]]:
+def weights_of(
+    streams: Streams, weight: float, shares: Shares | None
+) -> dict[str, dict[str, float]]:
     """Return a client's weight by stream and tensor.
 
     Raises ``ValueError`` for one that is not positive and finite, or of another tensor.
     """
-    if not isinstance(weight, Mapping):
-        weight = {name: dict.fromkeys(stream, weight) for name, stream in streams.items()}
-    _require_same_names("weights", weight, streams)
-    for name, weights in weight.items():
-        _require_same_names(f"weights of {name!r}", weights, streams[name])
-        for value in weights.values():
+    if shares is None:
+        shares = {name: dict.fromkeys(stream, 1.0) for name, stream in streams.items()}
+    _require_same_names("weights", shares, streams)
+    weights: dict[str, dict[str, float]] = {}
+    for name, stream in streams.items():
+        _require_same_names(f"weights of {name!r}", shares[name], stream)
+        weights[name] = {key: weight * share for key, share in shares[name].items()}
+        for value in weights[name].values():
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"a client's weight must be positive and finite, got {value}")
-    return {name: dict(weights) for name, weights in weight.items()}
+    return weights
 
 
 def blocks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from flower_desloc.core.averaging import (
     require_same,
     weights_of,
 )
-from flower_desloc.core.types import Streams, Weight
+from flower_desloc.core.types import Shares, Streams
 
 T = TypeVar("T")
 
@@ -94,11 +94,11 @@ class Gathered:
         """Number of clients whose streams are kept."""
         return len(self._held)
 
-    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
+    def add(self, streams: Streams, weight: float = 1.0, shares: Shares | None = None) -> None:
         """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
         if self._held:
             require_same(streams, self._held[0][0])
-        self._held.append((streams, weights_of(streams, weight)))
+        self._held.append((streams, weights_of(streams, weight, shares)))
 
     def result(self) -> dict[str, dict[str, Tensor]]:
         """Return the average of every stream; raises ``ValueError`` when nothing was added."""
@@ -106,7 +106,7 @@ class Gathered:
         if combine is None or not self._held:
             mean = Mean()
             for streams, weights in self._held:
-                mean.add(streams, weights)
+                mean.add(streams, shares=weights)
             return mean.result()
         return {
             name: {

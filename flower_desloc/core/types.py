@@ -10,8 +10,8 @@ Stream = Mapping[str, Tensor]
 Streams = Mapping[str, Stream]
 """Streams by name: ``params``, or an optimizer state under PyTorch's name."""
 
-Weight = float | Mapping[str, Mapping[str, float]]
-"""A client's weight in all averages, or by stream that in the average of each tensor."""
+Shares = Mapping[str, Mapping[str, float]]
+"""By stream and tensor the part of its weight that a client has in the tensor's average."""
 
 Totals = Mapping[str, float]
 """Sums over held-out data, such as nats and tokens, which are added over clients."""

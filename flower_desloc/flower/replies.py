@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, MetricRecordValu
 from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.streams import check_like, finite_ends
-from flower_desloc.core.types import FromTotals, NotFiniteError, Streams
+from flower_desloc.core.types import FromTotals, NotFiniteError, Shares, Streams
 from flower_desloc.flower.arrays import arrays_of, plain_numbers, records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import DIVERGED, printable
@@ -110,7 +110,7 @@ class Contribution:
     streams: Streams
     """The due streams, decoded: finite, of the model's names, shapes and types."""
     examples: float
-    shares: Mapping[str, Mapping[str, float]] | None
+    shares: Shares | None
     """By stream its weight in the average of each tensor, from the steps that it took; None: it
     counts as having taken all."""
     record: ClientRecord

@@ -16,7 +16,7 @@ from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import NormBound, averager
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.core.types import FromTotals, Stream, Streams, Weight
+from flower_desloc.core.types import FromTotals, Stream, Streams
 from flower_desloc.flower import evaluation
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exits import exits_as_errors
@@ -37,7 +37,7 @@ from flower_desloc.flower.rounds import BEFORE_TRAINING, RoundHook, RoundLoop
 from flower_desloc.flower.server_state import ServerState
 from flower_desloc.flower.weighting import Weighting
 
-Usable = tuple[Member, Contribution, Weight]  # of one client
+Usable = tuple[Member, Contribution, float]  # and its weight
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -295,7 +295,7 @@ class DesLoc(Strategy):
                 self.loop.leave_out(member, reason, "outlier")
                 continue
             try:
-                mean.add(reply.streams, weight)
+                mean.add(reply.streams, weight, reply.shares)
             except ValueError as error:  # not the tensors of the first client, in a new stream
                 self.loop.leave_out(member, reason_of(error), "refused")
                 continue

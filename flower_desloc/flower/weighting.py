@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Protocol
 
-from flower_desloc.core.types import FromTotals, Weight
+from flower_desloc.core.types import FromTotals
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.policy import Policy
@@ -28,17 +28,11 @@ class Weighting:
         self._run = run
         self._capped: set[tuple[str, bool]] = set()  # a client, and whether in evaluations
 
-    def of(self, member: Member, reply: Contribution) -> Weight:
-        """Return a client's weight, by tensor if clients take a part of the window's steps."""
-        whole = 1.0
+    def of(self, member: Member, reply: Contribution) -> float:
+        """Return a client's weight."""
         if self._run.policy.weighting == "examples":
-            whole = min(reply.examples, self._most(member, reply.examples))
-        if reply.shares is None:
-            return whole
-        return {
-            name: {key: whole * share for key, share in shares.items()}
-            for name, shares in reply.shares.items()
-        }
+            return min(reply.examples, self._most(member, reply.examples))
+        return 1.0
 
     def of_evaluations(
         self, evaluations: Mapping[str, ClientEvaluation]

@@ -89,7 +89,7 @@ def test_a_result_does_not_change_when_more_is_added():
     assert_same(first, client(0))
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, -math.inf])
 def test_a_weight_that_is_no_weight_is_refused(weight):
     mean = mean_of([client(0)])
     with pytest.raises(ValueError, match=f"positive and finite, got {weight}"):
