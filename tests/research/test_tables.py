@@ -1,5 +1,6 @@
 """research/: its tables are those of the results, and its commands exist."""
 
+import csv
 import json
 import re
 
@@ -32,6 +33,38 @@ def test_a_table_is_that_of_the_results(name):
 def test_a_table_of_a_page_is_that_of_the_results(page, marker):
     _, between, _ = paired.between(ROOT / page, marker)
     assert between == draw.ON_PAGES[page, marker]().markdown
+
+
+@pytest.mark.parametrize("page", ["docs/explanation/measured.md", "research/README.md"])
+def test_an_interval_of_a_page_is_in_a_table(page):
+    number = r"[+-]\d+\.\d\d"
+    text = (ROOT / page).read_text().replace("\N{MINUS SIGN}", "-")
+    stated = re.findall(rf"({number}) % \(({number}) to ({number})\)", text)
+    drawn = "".join(path.read_text() for path in paired.TABLES.glob("*.csv"))
+    assert len(stated) > 3
+    for mean, low, high in stated:
+        assert f"{mean} ({low} to {high})" in drawn, mean
+
+
+def test_the_losses_and_bytes_of_the_readme_are_those_of_the_table():
+    _, *rows = csv.reader((paired.TABLES / "fair_methods.csv").read_text().splitlines())
+    known = {(data, method): (above, share) for data, method, _, _, _, above, share in rows}
+    text = (ROOT / "README.md").read_text().replace("\N{MINUS SIGN}", "-")
+    for words, method in {
+        "data parallelism": "DDP",
+        "(FAVG+OPT)": "FAVG+OPT",
+        "| Local Adam |": "Local",
+        "**DES-LOC**": "DES-LOC, bounded",
+        "**`lean`**": "lean",
+        "**`leanest`**": "2 bits, rare moments",
+    }.items():
+        (line,) = (each for each in text.splitlines() if words in each and each.startswith("|"))
+        *_, share, losses = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        found = [float(loss) for loss in losses.split(";")]
+        both = [known[data, method][0].partition(" ")[0] for data in ("IID", "by domain")]
+        wanted = [round(float(loss or 0), 1) for loss in both]
+        assert found == (wanted if len(found) == 2 else [wanted[0]]), method
+        assert float(share) == pytest.approx(3 * float(known["IID", method][1]), rel=0.02)
 
 
 def test_every_table_and_every_result_is_used():
