@@ -47,8 +47,13 @@ def test_an_interval_of_a_page_is_in_a_table(page):
 
 
 def test_the_losses_and_bytes_of_the_readme_are_those_of_the_table():
-    _, *rows = csv.reader((paired.TABLES / "fair_methods.csv").read_text().splitlines())
-    known = {(data, method): (above, share) for data, method, _, _, _, above, share in rows}
+    known = {
+        (data, method): (above, share)
+        for name in ("fair_methods", "fair_muon")
+        for data, method, *_, above, share in csv.reader(
+            (paired.TABLES / f"{name}.csv").read_text().splitlines()
+        )
+    }
     text = (ROOT / "README.md").read_text().replace("\N{MINUS SIGN}", "-")
     for words, method in {
         "data parallelism": "DDP",
@@ -57,6 +62,7 @@ def test_the_losses_and_bytes_of_the_readme_are_those_of_the_table():
         "**DES-LOC**": "DES-LOC, bounded",
         "**`lean`**": "lean",
         "**`leanest`**": "2 bits, rare moments",
+        "**`muon`**": "Muon, compressed",
     }.items():
         (line,) = (each for each in text.splitlines() if words in each and each.startswith("|"))
         *_, share, losses = (cell.strip(" *") for cell in line.strip("|").split("|"))
