@@ -164,7 +164,7 @@ class DesLocClient(ClientApp):
             num_examples=worker.num_examples,
             data_version=worker.data_version() if worker.data_version else None,
         )
-        about = ConfigRecord(
+        record = ConfigRecord(
             {
                 **to_config(info),
                 "client": client_name(context),
@@ -174,7 +174,7 @@ class DesLocClient(ClientApp):
                 "held-versions": list(state.versions.values()) if state else [],
             }
         )
-        return Message(RecordDict({CLIENT_INFO: about}), reply_to=message)
+        return Message(RecordDict({CLIENT_INFO: record}), reply_to=message)
 
     @staticmethod
     def _is_there(message: Message, context: Context) -> Message:  # noqa: ARG004

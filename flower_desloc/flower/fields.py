@@ -112,18 +112,18 @@ class Exclusion:
         if not self.where(settings):
             return
         for key in self.keys:
-            value, default = attrgetter(key)(settings), default_of(type(settings), key)
+            value, default = attrgetter(key)(settings), _default(type(settings), key)
             if value not in (default, None):
                 remedy = self.remedy or f"set {prefix}{key}={_yaml(default)}"
                 yield f"{prefix}{key}={_yaml(value)}: {self.why.format(settings)}; {remedy}"
 
 
-def default_of(section: Any, key: str) -> Any:
+def _default(section: Any, key: str) -> Any:
     """Return the default of a dotted key of a dataclass, whose sections have default factories."""
     name, _, rest = key.partition(".")
     field = next(each for each in dataclasses.fields(section) if each.name == name)
     if rest:
-        return default_of(field.default_factory, rest)
+        return _default(field.default_factory, rest)
     return (
         field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     )

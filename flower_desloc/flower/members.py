@@ -154,7 +154,7 @@ class Members:
         for reply in replies:
             node_id = reply.metadata.src_node_id
             try:
-                member = Member.from_hello(node_id, _about(reply))
+                member = Member.from_hello(node_id, _client_info(reply))
                 if why := self._admits(member):
                     self._refuse(member.name, why)
                     continue
@@ -286,7 +286,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def _about(reply: Message) -> ConfigRecord:
+def _client_info(reply: Message) -> ConfigRecord:
     if reply.has_error():
         raise ValueError(reply.error.reason)
     found = records_of(ConfigRecord, reply.content)

@@ -22,7 +22,7 @@ def public_of(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def shared_key(private: bytes, public: bytes, *terms: bytes) -> bytes:
+def shared_key(private: bytes, public: bytes, *purpose: bytes) -> bytes:
     """Return the key that the owners of two key pairs share, for one use.
 
     Raises ``ValueError`` for a public key that gives every owner the same.
@@ -30,7 +30,7 @@ def shared_key(private: bytes, public: bytes, *terms: bytes) -> bytes:
     secret = X25519PrivateKey.from_private_bytes(private).exchange(
         X25519PublicKey.from_public_bytes(public)
     )
-    return derived(secret, *terms)
+    return derived(secret, *purpose)
 
 
 def require_keys(name: str, keys: Keys) -> None:
@@ -42,9 +42,9 @@ def require_keys(name: str, keys: Keys) -> None:
             raise ValueError(f"{name!r} has sent keys that are no secret") from None
 
 
-def derived(secret: bytes, *terms: bytes) -> bytes:
+def derived(secret: bytes, *purpose: bytes) -> bytes:
     """Return a key for one use of a secret."""
-    return HKDF(SHA256(), KEY, salt=None, info=hashed("use", *terms)).derive(secret)
+    return HKDF(SHA256(), KEY, salt=None, info=hashed("use", *purpose)).derive(secret)
 
 
 def pair_key(private: bytes, public: bytes, session: bytes, one: str, other: str) -> bytes:

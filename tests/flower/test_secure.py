@@ -115,9 +115,9 @@ def test_the_server_is_sent_masks_and_nothing_else_of_a_site(tmp_path):
         for hidden in ("train-loss", "update-norm", "param-norm"):
             assert metrics[hidden] != metrics[hidden]
     assert len({str(content["metrics"]["masked-loss"]) for content in sent}) == len(sent)
-    terms = run.watch.run.clients["client-0"]
-    assert terms.num_examples is None
-    assert terms.data_version is None
+    info = run.watch.run.clients["client-0"]
+    assert info.num_examples is None
+    assert info.data_version is None
 
 
 @pytest.mark.parametrize("phase", ["keys", "train", "confirm"])
@@ -255,8 +255,8 @@ def test_a_server_that_sends_one_site_another_model_is_refused_there(tmp_path):
     run = secure(tmp_path, **TWO)
 
     def other(asked: Message) -> None:
-        terms = asked.metadata
-        if (terms.message_type, terms.dst_node_id, terms.group_id) == ("train", 2, "1"):
+        metadata = asked.metadata
+        if (metadata.message_type, metadata.dst_node_id, metadata.group_id) == ("train", 2, "1"):
             params = from_record(records_of(ArrayRecord, asked.content)["params"])
             asked.content["params"] = to_record({key: 0 * p for key, p in params.items()})
 
@@ -469,8 +469,12 @@ def test_a_window_that_is_repeated_over_the_same_sites_has_the_same_sum(tmp_path
             run.app(Message(content, 1, GOODBYE), run.grid.contexts[1])
 
     def resend(asked: Message) -> None:
-        terms = asked.metadata
-        asked_last = (terms.message_type, terms.dst_node_id, terms.group_id) == ("train", 1, "4")
+        metadata = asked.metadata
+        asked_last = (metadata.message_type, metadata.dst_node_id, metadata.group_id) == (
+            "train",
+            1,
+            "4",
+        )
         if asked_last and again:
             for name in ("exp_avg", "exp_avg_sq"):
                 asked.content[name] = to_record(run.strategy.state.average(name))

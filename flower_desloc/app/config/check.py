@@ -37,26 +37,10 @@ _PARTITIONS: Final = {
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
 _EXCLUSIONS: Final = (
-    Exclusion(
-        where=lambda config: config.strategy != "desloc",
-        keys=BY_FLOWERS_OWN.keys,
-        why=BY_FLOWERS_OWN.why,
-    ),
-    Exclusion(
-        where=lambda config: GRADIENTS in config.sync,
-        keys=BY_GRADIENTS.keys,
-        why=BY_GRADIENTS.why,
-    ),
-    Exclusion(
-        where=lambda config: RESET in config.sync.values(),
-        keys=BY_RESETS.keys,
-        why=BY_RESETS.why,
-    ),
-    Exclusion(
-        where=lambda config: config.privacy.secure_aggregation,
-        keys=BY_SECURE_SUMS.keys,
-        why=BY_SECURE_SUMS.why,
-    ),
+    Exclusion(where=lambda config: config.strategy != "desloc", **vars(BY_FLOWERS_OWN)),
+    Exclusion(where=lambda config: GRADIENTS in config.sync, **vars(BY_GRADIENTS)),
+    Exclusion(where=lambda config: RESET in config.sync.values(), **vars(BY_RESETS)),
+    Exclusion(where=lambda config: config.privacy.secure_aggregation, **vars(BY_SECURE_SUMS)),
     Exclusion(
         where=lambda config: config.strategy != "desloc" or GRADIENTS in config.sync,
         keys=("privacy.secure_aggregation",),

@@ -320,10 +320,10 @@ class SecureDesLoc(DesLoc):
     ) -> Iterator[Message]:
         """Ask the sites the question of a phase, and yield their replies."""
         now, exchange = self.loop.round, self.loop.exchange
-        terms = WindowRequest(run_key=self.run_key, start=now.window.start, stop=now.window.stop)
+        asked = WindowRequest(run_key=self.run_key, start=now.window.start, stop=now.window.stop)
         requests = []
         for member in members:
-            message = exchange.request(member.node_id, ASK, terms, server_round=now.number)
+            message = exchange.request(member.node_id, ASK, asked, server_round=now.number)
             message.content[SECURE] = ConfigRecord({"phase": phase, **content})
             requests.append(message)
         return exchange.replies(requests)
