@@ -75,23 +75,24 @@ def check_options(
             f"num_steps={strategy.num_steps}, eval_every={eval_every}, sync_delay={delay}: must "
             "be at least 1, 0 and 0"
         )
-    stated = {
-        "sync_delay": delay > 0,
-        "sync_once_at": bool(schedule.once_at),
-        "sync_phase": bool(schedule.phases),
-        "compression": bool(lossy(formats or {})),
+    stated: dict[str, object] = {
+        "sync_delay": delay,
+        "sync_once_at": sorted(schedule.once_at),
+        "sync_phase": schedule.phases,
+        "compression": lossy(formats or {}),
         # With averaged gradients it is the only optimizer.
-        "outer.name": outer is not None and GRADIENTS not in schedule.periods,
-        "run.resume": resume is not None,
+        "outer.name": outer and GRADIENTS not in schedule.periods and type(outer).__name__,
+        "run.resume": resume and type(resume).__name__,
     }
     default = Policy()
     for field in dataclasses.fields(Policy):
         value = getattr(strategy.policy, field.name)
-        stated[f"federation.{field.name}"] = value not in (getattr(default, field.name), None)
+        is_default = value == getattr(default, field.name)
+        stated[f"federation.{field.name}"] = None if is_default else value
     for excluded in (*strategy.excludes, *([BY_RESETS] if schedule.resets else [])):
         for key in excluded.keys:
             if stated[key]:
                 argument = _ARGUMENTS.get(key, key).replace("federation.", "policy.")
-                raise ValueError(f"{argument}: {excluded.why}; leave it out")
+                raise ValueError(f"{argument}={stated[key]}: {excluded.why}; leave it out")
     if strategy.must_average not in schedule.periods:
         raise ValueError("a schedule without params is for baselines.DataParallel")

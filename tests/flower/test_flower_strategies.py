@@ -227,7 +227,7 @@ def test_the_log_names_the_method(caplog):
 
 
 def test_a_policy_that_averages_in_another_way_is_refused():
-    with pytest.raises(ValueError, match=r"policy.average: only strategy=desloc has it"):
+    with pytest.raises(ValueError, match=r"average=median: only strategy=desloc has it"):
         FlowerStrategy(FedAvg, favg_opt(ADAM), 14, policy=Policy(average="median"))
 
 

@@ -173,5 +173,5 @@ def test_a_delay_with_an_optimizer_of_unknown_decays_is_refused_with_the_setting
 @pytest.mark.parametrize(("state_period", "delay"), [(RESET, 1), (3, -1)])
 def test_a_delay_that_cannot_be_is_refused(state_period: Period, delay: int):
     schedule = SyncSchedule({PARAMS: 3, "exp_avg": state_period, "exp_avg_sq": state_period})
-    with pytest.raises(ValueError, match="sync_delay"):
+    with pytest.raises(ValueError, match=f"sync_delay={delay}"):
         DesLoc(schedule, 6, sync_delay=delay)

@@ -145,5 +145,5 @@ def test_what_cannot_be_is_refused_with_the_setting(words, what):
 
 def test_data_parallelism_refuses_unequal_sites():
     outer: Any = None
-    with pytest.raises(ValueError, match=r"policy\.min_steps"):
+    with pytest.raises(ValueError, match=r"min_steps=0.5"):
         DataParallel(6, outer, policy=Policy(min_steps=0.5))
