@@ -8,7 +8,6 @@ from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.types import FromTotals
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import pooled, unusual
-from flower_desloc.flower.observer import OF_EVALUATION
 from flower_desloc.flower.replies import ClientEvaluation, WindowReply
 from flower_desloc.flower.rounds import RoundLoop
 from flower_desloc.flower.server_state import ServerState
@@ -40,12 +39,12 @@ def federated(
     usable: dict[str, ClientEvaluation] = {}
     members: dict[str, Member] = {}
     for message in replies:
-        with loop.leaving_out(message, OF_EVALUATION) as member:
+        with loop.leaving_out(message, evaluation=True) as member:
             reply = WindowReply.of(message)
             usable[member.name] = ClientEvaluation.of(reply, loop.round.window.stop, metrics)
             member.versions |= {name: state.versions[name] for name in state.model_streams}
             members[member.name] = member
     for name, why in unusual(usable).items():
         del usable[name]
-        loop.leave_out(members[name], f"{OF_EVALUATION}{why}", "outlier")
+        loop.leave_out(members[name], why, "outlier", evaluation=True)
     return pooled(weighting.of_evaluations(usable), metrics)

@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import SyncSchedule
-
-OF_EVALUATION: Final = "evaluation: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +103,7 @@ class WindowRecord:
     clients: Mapping[str, ClientRecord]
     """Those whose contribution is in the averages, by name, in the order of summation."""
     left_out: Mapping[str, str]
-    """Client name -> why its contribution is not in the averages, or, where the reason begins with
-    ``OF_EVALUATION``, not in the evaluation."""
+    """Client name -> why its contribution is not in the averages."""
     traffic: Traffic
     drift: Mapping[str, Drift]
     """Of each averaged stream: spread between clients, distance moved, norm."""
@@ -117,6 +114,8 @@ class WindowRecord:
     """Evaluated on the server, by domain."""
     federated: EvaluationRecord | None = None
     """Evaluated on the clients, by client."""
+    not_evaluated: Mapping[str, str] = field(default_factory=dict)
+    """Client name -> why its evaluation is not in ``federated``."""
     events: Sequence[Event] = ()
     """In the order in which they happened, including those of every repeat of the window."""
 

@@ -54,7 +54,9 @@ class Round:
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     """The clients whose replies were averaged."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Client name -> reason."""
+    """Client name -> why its reply was not averaged."""
+    not_evaluated: dict[str, str] = field(default_factory=dict)
+    """Client name -> why its evaluation was not used."""
     diverged: set[str] = field(default_factory=set)
     """Those of ``left_out`` whose training has diverged."""
     asked: list[Member] = field(default_factory=list)
@@ -65,9 +67,15 @@ class Round:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     began: float = field(default_factory=time.perf_counter)
 
+    @property
+    def evaluation(self) -> str:
+        """The evaluation at its end, in words."""
+        stop = self.window.stop
+        return f"the evaluation after step {stop}" if stop else "the evaluation before training"
+
     def __str__(self) -> str:
         if self.window.stop == 0:
-            return "the evaluation before training"
+            return self.evaluation
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
 
 
@@ -274,30 +282,40 @@ class RoundLoop:
             self.note("state lost", member.name, "it started from the last averages")
 
     @contextmanager
-    def leaving_out(self, reply: Message, prefix: str = "") -> Iterator[Member]:
-        """Leave the client that replied out of the round if the block raises ``ValueError``."""
+    def leaving_out(self, reply: Message, *, evaluation: bool = False) -> Iterator[Member]:
+        """Leave the client that replied out of the averages if the block raises ``ValueError``.
+
+        Or out of the ``evaluation``.
+        """
         member, kind = self.members.at(reply.metadata.src_node_id), event_kind(reply)
         try:
             yield member
         except ValueError as error:
             # As text: an exception keeps the reply alive through its traceback.
-            reason = f"{prefix}{reason_of(error)}"
+            reason = reason_of(error)
             diverged = isinstance(error, NotFiniteError)
         else:
             return
-        self.leave_out(member, reason, kind, diverged=diverged)
+        self.leave_out(member, reason, kind, diverged=diverged, evaluation=evaluation)
 
     def leave_out(
-        self, member: Member, reason: str, kind: EventKind, *, diverged: bool = False
+        self,
+        member: Member,
+        reason: str,
+        kind: EventKind,
+        *,
+        diverged: bool = False,
+        evaluation: bool = False,
     ) -> None:
         """Record why a client is left out; raises a ``FederationError`` if that ends the run."""
-        self.round.left_out[member.name] = reason
+        (self.round.not_evaluated if evaluation else self.round.left_out)[member.name] = reason
         if diverged:
             self.round.diverged.add(member.name)
         self.round.failures[member.name] += 1
-        self.note(kind, member.name, reason)
+        self.note(kind, member.name, f"evaluation: {reason}" if evaluation else reason)
         failure = DivergedError if diverged else ClientError
-        self.policy.fail(f"{member.name} is left out of {self.round}", reason, failure)
+        what = self.round.evaluation if evaluation else self.round
+        self.policy.fail(f"{member.name} is left out of {what}", reason, failure)
 
     def note(self, kind: EventKind, client: str, what: str) -> None:
         """Add an event to the record of the window."""
@@ -326,6 +344,7 @@ class RoundLoop:
             train_loss=None if metrics is None else number(metrics["train-loss"]),
             clients=now.clients,
             left_out=now.left_out,
+            not_evaluated=now.not_evaluated,
             traffic=self.exchange.meter.read(),
             drift=now.drift,
             seconds={

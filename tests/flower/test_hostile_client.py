@@ -538,10 +538,23 @@ def ratio(totals: Any) -> dict[str, float]:
 def test_an_evaluation_that_outweighs_all_others_is_left_out(totals):
     spoil = [told(name, value) for name, value in totals.items()]
     _, seen = Federation({("evaluate", step): spoil for step in (0, 2, 4, 6)}).run()
-    assert seen[-1].left_out["client-1"].startswith("evaluation: ")
+    assert seen[-1].not_evaluated.keys() == {"client-1"}
+    assert not seen[-1].left_out
     assert seen[-1].federated is not None
     assert seen[-1].federated.overall == {"loss": 2.0}
     assert seen[-1].federated.parts.keys() == {"client-0", "client-2"}
+
+
+def test_a_client_that_is_left_out_of_the_averages_and_of_the_evaluation_has_both_reasons():
+    spoil = {
+        ("train", 6): [told("num-examples", -1)],
+        ("evaluate", 6): [told("totals/nats", 1e308)],
+    }
+    _, seen = Federation(spoil).run()
+    assert "num-examples is -1" in seen[-1].left_out["client-1"]
+    assert "total of nats" in seen[-1].not_evaluated["client-1"]
+    kinds = {(event.kind, event.what.startswith("evaluation: ")) for event in seen[-1].events}
+    assert kinds == {("refused", False), ("refused", True)}
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,10 @@ class TerminalView:
         """Print the window, what was not planned in it, and its evaluation."""
         self.replay(line)
         step = f"step {line['step']:{len(str(self._run.num_steps))}}/{self._run.num_steps}"
-        for client, reason in line["left_out"].items():
-            # A client's error may contain its traceback.
-            self._print(f"{step}  left out: {client}: {one_line(reason)}")
         for event in line["events"]:
-            told = line["left_out"].get(event["client"]) == event["what"]
-            if not told and event["kind"] != "joined":
+            if event["kind"] != "joined":  # that is told when it happens
                 who = f"{event['client']}: " if event["client"] else ""
+                # A client's error may contain its traceback.
                 self._print(f"{step}  {event['kind']}: {who}{one_line(event['what'])}")
         # A client whose loss is not finite fails, so NaN is that of a client that hides it.
         loss = line["train_loss"]

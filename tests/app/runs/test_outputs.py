@@ -159,7 +159,7 @@ def test_a_line_of_metrics_has_the_documented_keys(finished):
         assert line.keys() == {
             "round", "start", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
             "framed_bytes_down", "train_loss", "seconds", "seconds_split", "clients", "left_out",
-            "events", "drift", "evaluation",
+            "not_evaluated", "events", "drift", "evaluation",
         }  # fmt: skip
         parts = dict(line["seconds_split"])
         assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))
@@ -403,10 +403,11 @@ def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     progress = TerminalView(a_config(), tmp_path, stream)
     progress.started(a_run_info())
     progress.joined("client-9", ClientInfo(device="cuda:0"))
-    window = replace([*windows_of()][3], left_out={"client-2": "its [params]\n hold NaN"})
+    out = Event(kind="refused", client="client-2", what="its [params]\n hold NaN")
+    window = replace([*windows_of()][3], events=[out])
     progress.window(to_line(window))
     assert "\njoined: client-9: device cuda:0\n" in stream.getvalue()
-    assert "\nstep  48/192  left out: client-2: its [params] hold NaN\n" in stream.getvalue()
+    assert "\nstep  48/192  refused: client-2: its [params] hold NaN\n" in stream.getvalue()
 
 
 def test_a_training_loss_that_clients_hide_is_not_printed_as_a_number(tmp_path):

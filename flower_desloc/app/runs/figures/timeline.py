@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 from flower_desloc.app.runs.figures import style
 from flower_desloc.app.runs.record import RunRecord
-from flower_desloc.flower.observer import OF_EVALUATION
 
 _MAX_BARS = 2000
 """With more bars the report contains them as an image, which is smaller."""
@@ -55,8 +54,8 @@ def _fill_presence(panel: Axes, run: RunRecord) -> None:
     missed = [
         ((line["start"] + line["step"]) / 2, row[name])
         for line in run.windows
-        for name, reason in line["left_out"].items()
-        if name not in line["clients"] and not reason.startswith(OF_EVALUATION)
+        for name in line["left_out"]
+        if name not in line["clients"]
     ]
     meaning = "a bar where a client's work is in the averages"
     style.title(panel, "Clients", meaning + ("; a cross where it was left out" if missed else ""))
