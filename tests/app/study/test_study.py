@@ -707,10 +707,11 @@ def test_a_complete_study_is_only_redrawn(tmp_path, monkeypatch):
     assert [cell["local_adam_ratio"] for cell in cells] == [2.0, 1.0]
     (folder / "scores.png").unlink()
     output, same_files = made()
-    # The page has this table.
+    # The page has this table; its losses are those on the text of one Python.
+    changing = r"\d:\d\d$" if sys.version_info[:3] == (3, 11, 7) else r"\d:\d\d$|\d\.\d{4}"
     shown = (ROOT / "docs" / "how-to" / "compare.md").read_text()
     for line in output.splitlines()[-5:-1]:
-        assert re.sub(r"\d:\d\d$", "", line) in shown
+        assert re.sub(changing, "", line) in re.sub(changing, "", shown, flags=re.MULTILINE)
     assert same_files == files
     assert (folder / "scores.png").exists()
     assert "1/2" not in output
