@@ -22,7 +22,7 @@ from paired import BLUE, GREEN, GREY, ORANGE, RED, Estimate, Line, Run, Table, f
 from small_runs import SEEDS, Cells, Study, periods
 
 from flower_desloc.flower import client
-from flower_desloc.flower.window import ClientWindow, train_window
+from flower_desloc.flower.window import ClientWindow, open_window
 
 STEPS, JOINS = 2048, (1536, 1408)
 RATE = 0.0084
@@ -54,9 +54,9 @@ def counting(arm: Arm) -> Iterator[None]:
         return
     train = ClientWindow.train
 
-    def noting(worker: Any, request: Any, files: Any, ahead: Any) -> Any:
+    def noting(worker: Any, request: Any, files: Any) -> Any:
         _new_worker.set(int(files.folder.name.removeprefix("client-")) >= 4)
-        return train_window(worker, request, files, ahead)
+        return open_window(worker, request, files)
 
     def counting_own(window: Any) -> None:
         if _new_worker.get():
@@ -64,7 +64,7 @@ def counting(arm: Arm) -> Iterator[None]:
         train(window)
 
     with (
-        patch.object(client, "train_window", noting),
+        patch.object(client, "open_window", noting),
         patch.object(ClientWindow, "train", counting_own),
     ):
         yield

@@ -4,6 +4,8 @@ They are the first steps of its next window, which merges the averages after the
 that outlives a message can take them early. They are no state: the state file is that of the step
 after which the streams were sent, and a client that has lost these steps, or never took them, takes
 them in the window itself, to the same bits.
+
+``delayed_window`` wraps a window of such a run; no other passes through this module.
 """
 
 import time
@@ -12,7 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flower_desloc.core.worker import StepMetrics, Worker
+from flower_desloc.core.worker import StepMetrics, Worker, own_loop
+from flower_desloc.flower.client_state import StateFiles
+from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.window import ClientWindow, open_window
+from flower_desloc.flower.window_start import WindowStart
 
 
 @dataclass(frozen=True)
@@ -77,3 +83,26 @@ class StepsAhead:
             yield
         finally:
             worker.put(before)
+
+
+@contextmanager
+def delayed_window(
+    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead
+) -> Iterator[ClientWindow]:
+    """Open a window whose first steps may be taken, and allow those of the next one."""
+
+    def begin(window: ClientWindow, start: WindowStart) -> None:
+        merge_at = request.start + (request.before_merge if start.late_averages else 0)
+        done = ahead.claim(FirstSteps(files.folder, request.start, merge_at), worker)
+        if done is None:
+            window.begin(start)
+        else:  # the worker is there already
+            window.step, window.measured, window.seconds = merge_at, done.steps, done.seconds
+            window.events = [(step, act) for step, act in window.events if step >= merge_at]
+        window.late = request.due if request.ahead else ()
+
+    with open_window(worker, request, files, begin) as window:
+        yield window
+    if request.ahead and window.step > request.start and worker.loss_at is not own_loop:
+        following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
+        ahead.allow(following, worker)

@@ -1,7 +1,7 @@
 """The client: the Flower app that answers the server, one message after the other."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import check_trainable
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.ahead import StepsAhead
+from flower_desloc.flower.ahead import StepsAhead, delayed_window
 from flower_desloc.flower.client_info import to_config
 from flower_desloc.flower.client_state import (
     LaterWrites,
@@ -37,7 +37,6 @@ from flower_desloc.flower.window import (
     ClientWindow,
     evaluate_average,
     open_window,
-    train_window,
     window_gradient,
 )
 
@@ -98,7 +97,7 @@ class DesLocClient(ClientApp):
         if request.due == {GRADIENTS}:
             raise ValueError("to average gradients, give the Worker a loss_at, and use client_app")
         bundles = request.bundles
-        opened = open_window(worker, request, files, self._ahead)
+        opened = self._opened(request, worker, files)
         del request  # free its tensors before the reply, which is as large
         with opened as window:
             yield window
@@ -132,6 +131,13 @@ class DesLocClient(ClientApp):
         message.content.clear()  # only the request references its tensors now
         return request, worker, state_files(context, request.run_key, self._later)
 
+    def _opened(
+        self, request: WindowRequest, worker: Worker, files: StateFiles
+    ) -> AbstractContextManager[ClientWindow]:
+        if request.is_delayed:
+            return delayed_window(worker, request, files, self._ahead)
+        return open_window(worker, request, files)
+
     def _worker(self, request: WindowRequest, context: Context) -> Worker:
         return self._build({**request.config, RUN_KEY: request.run_key}, context)
 
@@ -142,13 +148,16 @@ class DesLocClient(ClientApp):
         if request.due == {GRADIENTS}:
             answer = window_gradient(worker, request, files)
         else:
-            answer = train_window(worker, request, files, self._ahead)
+            with self._opened(request, worker, files) as window:
+                window.train()
+            answer = window.answer
         del request
         return Message(answer.to_content(bundles=bundles), reply_to=message)
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         request, worker, files = self._receive(message, context)
-        answer = evaluate_average(worker, request, files, self._ahead)
+        with self._ahead.kept(worker):
+            answer = evaluate_average(worker, request, files)
         return Message(answer.to_content(), reply_to=message)
 
     def _hello(self, message: Message, context: Context) -> Message:

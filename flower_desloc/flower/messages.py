@@ -86,6 +86,11 @@ class WindowRequest:
     """Whether the reply may pack its small arrays into bundles."""
     config: Settings = field(default_factory=dict)
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether averages come late, those of this window or of the last one (``sync_delay``)."""
+        return self.before_merge > 0 or self.ahead > 0
+
     def to_content(self, server_round: int) -> RecordDict:
         """Return new records: in simulation, Flower passes references."""
         config = ConfigRecord(

@@ -25,7 +25,6 @@ from flower_desloc.core.streams import check_finite
 from flower_desloc.core.types import Streams
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import LocalSteps, StepMetrics, Worker, own_loop
-from flower_desloc.flower.ahead import FirstSteps, StepsAhead
 from flower_desloc.flower.client_state import ClientState, StateFiles
 from flower_desloc.flower.coding import encoded
 from flower_desloc.flower.messages import (
@@ -39,6 +38,7 @@ from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.replies import Metrics, WindowReply, weight_list
 from flower_desloc.flower.window_events import Event, stream_decays, window_events
 from flower_desloc.flower.window_start import (
+    WindowStart,
     new_if_damaged,
     params_to_use,
     save_received,
@@ -72,6 +72,10 @@ class ClientWindow:
         closes. Empty for a new client."""
         self.events: list[Event] = []
         self.measured = StepMetrics()
+        self.seconds = 0.0
+        """Of steps that were taken before the window was opened."""
+        self.late: Collection[str] = ()
+        """The due streams from which the client goes on, as their averages come late."""
         self._local_steps: LocalSteps | None = None  # of the user's own loop, as are all below
         self._hooks: list[RemovableHandle] = []
         self._calls = 0  # of optimizer.step()
@@ -136,6 +140,10 @@ class ClientWindow:
         hook = self.worker.optimizer.register_step_pre_hook(before_the_first_step)
         self._hooks.append(hook)
 
+    def begin(self, start: WindowStart) -> None:
+        """Let the worker have what the client begins with."""
+        self.worker.put(start.streams)
+
     def close(self) -> None:
         """Leave no hook in the optimizer, which may be used again, and free the events' tensors."""
         for hook in self._hooks:
@@ -159,9 +167,12 @@ class ClientWindow:
         self._calls += 1
 
 
+Begin = Callable[[ClientWindow, WindowStart], None]
+
+
 @contextmanager
 def open_window(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead
+    worker: Worker, request: WindowRequest, files: StateFiles, begin: Begin = ClientWindow.begin
 ) -> Iterator[ClientWindow]:
     """Open a window, in which all its local steps are to be taken; its answer has the due streams.
 
@@ -180,13 +191,7 @@ def open_window(
     window.stop = request.start + request.steps if request.steps else request.stop
     window.loop_state = start.loop_state
     window.events = list(window_events(worker, request, start, window.seed))
-    merge_at = request.start + (request.before_merge if start.late_averages else 0)
-    done = ahead.claim(FirstSteps(files.folder, request.start, merge_at), worker)
-    if done is None:
-        worker.put(start.streams)
-    else:  # the worker is there already
-        window.step, window.measured = merge_at, done.steps
-        window.events = [(step, act) for step, act in window.events if step >= merge_at]
+    begin(window, start)
 
     if worker.loss_at is not own_loop and (mu := request.config.get(PROXIMAL_MU)):
         # A loop of the user's own adds the term itself, as Flower's FedProx asks.
@@ -211,7 +216,7 @@ def open_window(
         "param-norm": distance(streams[PARAMS]),
         "steps": steps,
     }
-    metrics["seconds"] = time.perf_counter() - began + (done.seconds if done else 0.0)
+    metrics["seconds"] = time.perf_counter() - began + window.seconds
     if request.steps:
         metrics["weights"] = _weights(worker, request, counts)
     if not start.had_state:
@@ -232,14 +237,14 @@ def open_window(
     residuals = start.residuals
     if request.formats:
         due, residuals = encoded(request, streams, start.references, residuals)
-    late = list(request.due) if request.ahead else []
-    kept = {n: stream for n, stream in streams.items() if n in late or n not in request.due}
+    sent = request.due - {*window.late}
+    kept = {name: stream for name, stream in streams.items() if name not in sent}
     state = ClientState(
         step=request.stop,
         versions=request.versions,
         steps_since_average=counts,
         streams=kept,
-        late=late,
+        late=[*window.late],
         references=start.references,
         residuals=residuals,
         attempt=request.attempt,
@@ -249,19 +254,7 @@ def open_window(
     # A loop of the user's own may go on to change the module, and other processes what they share.
     unchanged = worker.loss_at is not own_loop and type(worker).take is Worker.take
     files.write(state, for_resume=request.for_resume, unchanged=unchanged)
-    if request.ahead and worker.loss_at is not own_loop:
-        following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
-        ahead.allow(following, worker)
     window.answer = WindowReply(metrics=metrics, streams=due)
-
-
-def train_window(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
-) -> WindowReply:
-    """Take the local steps of one window and return exactly the due streams."""
-    with open_window(worker, request, files, ahead or StepsAhead()) as window:
-        window.train()
-    return window.answer
 
 
 def window_gradient(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
@@ -282,9 +275,7 @@ def window_gradient(worker: Worker, request: WindowRequest, files: StateFiles) -
     return WindowReply(metrics=metrics, streams=streams)
 
 
-def evaluate_average(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
-) -> WindowReply:
+def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     """Evaluate the parameters that were sent on the client's held-out data, if it has any.
 
     They are saved, so that the next window does not send them again. A client that was sent a
@@ -296,9 +287,8 @@ def evaluate_average(
     window = {"start-step": request.start, "stop-step": request.start}
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0, **window})
-    with (ahead or StepsAhead()).kept(worker):
-        worker.put({name: streams[name] for name in (PARAMS, BUFFERS) if name in streams})
-        totals = worker.evaluate()
+    worker.put({name: streams[name] for name in (PARAMS, BUFFERS) if name in streams})
+    totals = worker.evaluate()
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,

@@ -9,6 +9,7 @@ from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import starts_at_zero, zeros_like
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.core.worker import Worker
+from flower_desloc.flower import late_averages
 from flower_desloc.flower.client_state import ClientState, StateFiles
 from flower_desloc.flower.coding import decoded, references
 from flower_desloc.flower.internals import log
@@ -59,13 +60,18 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             f"with {type(worker.optimizer).__name__}, has {sorted(names)}"
         )
     received = _received(request, state, worker)
-    late = _late(request, state)
+    averages: Streams | None = {}
+    if state and state.late:
+        state = late_averages.at_request(state, request)
+        averages = late_averages.arrived(state, received)
+    if averages is None:
+        return None
     streams: dict[str, Stream] = {}
     averaged: list[str] = []
     never_averaged: list[str] = []
     for name in names:
-        if (own := _own(name, request, state, late)) is not None:
-            streams[name] = own
+        if state and state.has(name, request.versions[name]):
+            streams[name] = state.streams[name]
         elif name in received:
             streams[name] = received[name]
             averaged.append(name)
@@ -74,9 +80,6 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             never_averaged += [] if name in request.resets else [name]
         else:
             return None
-    averages = _arrived(late, state, received)
-    if averages.keys() != set(late):
-        return None
     states = {name for name in names if starts_at_zero(name)}
     counts = state.steps_since_average if state else {}
     return WindowStart(
@@ -105,8 +108,9 @@ def params_to_use(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     """Return the parameters that were sent, or else those that the client kept; None: neither."""
     # The file is read only where it is needed: under data parallelism that would be in every step.
     state = None if PARAMS in request.streams else files.last()
-    own = _own(PARAMS, request, state, late=())
-    return _received(request, state, worker).get(PARAMS) if own is None else own
+    if state and state.has(PARAMS, request.versions[PARAMS]):
+        return state.streams[PARAMS]
+    return _received(request, state, worker).get(PARAMS)
 
 
 def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> Streams:
@@ -124,27 +128,23 @@ def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     if not newer:
         return received
     before = state or ClientState(step=request.start, versions={}, streams={})
-    late = _late(request, state)
-    kept = {name: _own(name, request, state, late) for name in before.streams}
+    own = late_averages.at_request(before, request) if before.late else before
+    kept = [name for name in own.streams if own.has(name, request.versions.get(name))]
     # safetensors refuses a tensor that is also among the references.
     copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
-    averages = _arrived(late, state, copies)
     after = replace(
         before,
         step=request.start,
         versions={**before.versions, **{name: request.versions[name] for name in newer}},
         steps_since_average={**before.steps_since_average, **dict.fromkeys(newer, 0)},
-        streams={
-            **{name: stream for name, stream in kept.items() if stream is not None},
-            **{name: stream for name, stream in copies.items() if name not in averages},
-        },
-        late=late,
-        late_averages=averages,
+        streams={**{name: own.streams[name] for name in kept}, **copies},
         references=references(request, state, received) if request.formats else {},
         residuals=before.residuals if request.formats else {},
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
+    if before.late:
+        after = late_averages.with_arrived(after, own, copies)
     files.write(after, for_resume=request.for_resume)
     return received
 
@@ -157,39 +157,3 @@ def new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
         log(WARNING, "%s; this client starts as a new one", error)
         files.delete()
         return use()
-
-
-def _late(request: WindowRequest, state: ClientState | None) -> list[str]:
-    """Return the streams whose averages the client merges during the window.
-
-    It sent them at the start of the window and goes on from what it sent. A client that has missed
-    windows starts from their averages instead.
-    """
-    if state is None or state.step != request.start:
-        return []
-    return [name for name in state.late if request.versions.get(name) == request.start]
-
-
-def _own(
-    name: str, request: WindowRequest, state: ClientState | None, late: Collection[str]
-) -> Stream | None:
-    """Return a stream that the client kept and that is its own at the start of the window."""
-    if state is None:
-        return None
-    if name in late:
-        return state.streams[name]
-    if not state.has(name, request.versions.get(name)):
-        return None
-    return state.late_averages.get(name) or state.streams[name]
-
-
-def _arrived(
-    late: Collection[str], state: ClientState | None, received: Streams
-) -> dict[str, Stream]:
-    """Return the averages of the streams in ``late`` that were sent, now or with an evaluation."""
-    before = state.late_averages if state else {}
-    return {
-        name: received[name] if name in received else before[name]
-        for name in late
-        if name in received or name in before
-    }

@@ -36,10 +36,10 @@ from flower_desloc.app.sites.multiprocess.ranks import RankError, RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Site
 from flower_desloc.app.tasks.compute import share_rows
-from flower_desloc.flower.ahead import StepsAhead
+from flower_desloc.flower.ahead import StepsAhead, delayed_window
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.messages import WindowRequest
-from flower_desloc.flower.window import evaluate_average, train_window
+from flower_desloc.flower.window import evaluate_average
 
 ROWS = 5
 TOLERANCE = 1e-12  # float64, summed in another order
@@ -161,7 +161,9 @@ class Client:
             versions=self.versions,
             streams=self.averages,
         )
-        reply = train_window(worker, request, self.file, self.ahead)
+        with delayed_window(worker, request, self.file, self.ahead) as window:
+            window.train()
+        reply = window.answer
         # With a delay something must differ from what this client has sent.
         scale = 1.01 if self.delay else 1.0
         self.averages = {n: {k: scale * t for k, t in reply.streams[n].items()} for n in due}
@@ -171,7 +173,8 @@ class Client:
     def evaluate(self):
         worker = build_worker({"settings": dump(self.config)}, self.context)
         request = WindowRequest(run_key="run", versions=self.versions, streams=self.averages)
-        return evaluate_average(worker, request, self.file, self.ahead).metrics
+        with self.ahead.kept(worker):
+            return evaluate_average(worker, request, self.file).metrics
 
 
 def settings(folder: Path, task: str = "Rows", **optimizer: object) -> Config:
