@@ -6,6 +6,7 @@ import sysconfig
 import tarfile
 import venv
 from io import BytesIO
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -71,7 +72,9 @@ def test_the_sdist_gives_the_same_wheel(wheel, tmp_path):
     for name in ("sdist", "source", "wheel"):
         (tmp_path / name).mkdir()
     with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as archive:
-        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since 3.11.4
+        safe: dict[str, Any] = (
+            {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        )  # since 3.11.4
         archive.extractall(tmp_path / "source", **safe)
     (source,) = (tmp_path / "source").iterdir()
     from_source = build("wheel", source, tmp_path / "wheel")

@@ -123,4 +123,5 @@ DESCRIPTION: Final = Description(
     settings={"betas": (0.95, 0.9999), "eps": 1e-6, "weight_decay": 0.0},
     states=ADOPT.states,
     weight_decay="decoupled",
+    family="ADOPT",
 )

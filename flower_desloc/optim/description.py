@@ -8,6 +8,9 @@ from torch.optim import Optimizer
 
 from flower_desloc.core.states import State
 
+Family = Literal["Adam", "ADOPT", "other"]
+"""Optimizers for which the same periods were measured to do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
@@ -33,6 +36,8 @@ class Description:
     others: "Description | None" = None
     """Of an optimizer of hidden matrices only, that of all other parameters; the section
     ``optimizer`` has the settings of both. None: it takes any parameter."""
+    family: Family = "other"
+    """Whose measured rules ``desloc plan`` gives; other: those of the paper."""
     rate_of: str = ""
     """The optimizer whose tuned learning rate suits this one; by default its own only."""
 

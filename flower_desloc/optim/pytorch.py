@@ -30,6 +30,7 @@ ADAM: Final = Description(
     make=_fused(Adam),
     settings=_SETTINGS,
     states=states.ADAM,
+    family="Adam",
     weight_decay="gradient",
 )
 ADAMW: Final = Description(
@@ -37,6 +38,7 @@ ADAMW: Final = Description(
     make=_fused(AdamW),
     settings=_SETTINGS,
     states=states.ADAMW,
+    family="Adam",
     weight_decay="decoupled",
     rate_of="adam",
 )

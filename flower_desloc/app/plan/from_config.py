@@ -31,6 +31,7 @@ from flower_desloc.core.states import state_decays, states_of
 from flower_desloc.core.streams import BUFFERS, buffers
 from flower_desloc.core.traffic import compressed_bytes
 from flower_desloc.optim import Description
+from flower_desloc.optim.description import Family
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 """The paper's models and their numbers of parameters, as it states them."""
@@ -90,6 +91,7 @@ def planned_run(
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.title,
+        family=_family(config),
         num_params=num_params,
         streams=tuple(
             replace(
@@ -134,6 +136,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
             num_bytes=0,
             beta=_beta(parts, name),
             ceiling=_ceiling(config, parts, name, rho),
+            own_ceiling=any(_gives_ceiling(optimizer, name) for _, optimizer in parts),
         )
         for name in build_schedule(config).periods
     )
@@ -180,6 +183,12 @@ def dtype_bytes(config: Config) -> int:
 _Parts = Sequence[tuple[Description, Optimizer]]
 
 
+def _family(config: Config) -> Family:
+    """Return the family of the optimizer; of several ones the rules were not measured."""
+    families = [described.family for described, _ in build_parts(config, trial_groups(config))]
+    return families[0] if len(families) == 1 else "other"
+
+
 def _beta(parts: _Parts, name: str) -> float | None:
     """Return the decay of a state: of groups with different ones, the slowest to forget."""
     found = [beta for _, optimizer in parts for beta in _betas(optimizer, name)]
@@ -207,6 +216,11 @@ def _ceiling(config: Config, parts: _Parts, name: str, rho: float | None) -> flo
 def _may_have(optimizer: Optimizer, name: str) -> bool:
     states = states_of(optimizer)
     return not states or name in states
+
+
+def _gives_ceiling(optimizer: Optimizer, name: str) -> bool:
+    states = states_of(optimizer)
+    return name in states and states[name].ceiling is not None
 
 
 def _own_ceiling(

@@ -15,6 +15,7 @@ from flower_desloc.app.plan.wall_clock import (
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
+from flower_desloc.optim.description import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class PlannedStream:
     """Decay of a moment; None for a stream that is no moment."""
     ceiling: float | None = None
     """Bound on every coordinate of the moment; None if no bound is known."""
+    own_ceiling: bool = False
+    """Whether the optimizer itself gives that bound, and the clipping of gradients does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class PlannedRun:
 
     name: str
     optimizer: str
+    family: Family
+    """Whose measured rules apply (``app.plan.rules``)."""
     num_params: float
     streams: tuple[PlannedStream, ...]
     schedule: SyncSchedule

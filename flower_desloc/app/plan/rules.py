@@ -14,6 +14,7 @@ from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.theory import half_life
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.optim.description import Family
 
 PAGE: Final = "research/paper.md#what-half-the-bytes-cost"
 
@@ -22,7 +23,6 @@ SHORT_HALF_LIVES: Final = 2
 data: averaging rarely costs loss at 1.2 for exp_avg and not for exp_avg_sq, at 2.4 for neither,
 from 4.7 on for exp_avg_sq and not for exp_avg."""
 
-Family = Literal["Adam", "ADOPT", "other"]
 Data = Literal["IID", "non-IID"]
 
 NOT_MEASURED: Final = "not measured"
@@ -121,16 +121,16 @@ RULES: Final = (
 
 
 def family(run: PlannedRun) -> Family:
-    """Return the kind of a run's optimizer.
+    """Return whose rules apply to a run.
 
     Adam has ``sync_bound`` only for betas with beta1^2 < beta2; with others it was not measured.
     """
     first, second = run.beta("exp_avg"), run.beta("exp_avg_sq")
     if first is None or second is None:
         return "other"
-    if run.optimizer in ("adam", "adamw") and first**2 < second:
-        return "Adam"
-    return "ADOPT" if run.optimizer == "adopt" else "other"
+    if run.family == "Adam" and first**2 >= second:
+        return "other"
+    return run.family
 
 
 def longest_short(run: PlannedRun) -> int:

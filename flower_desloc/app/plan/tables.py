@@ -45,8 +45,11 @@ def show(run: PlannedRun, console: Console, psi: float) -> None:
         "averages help little. Drift bound: how far apart the workers can be by then; near twice "
         "the ceiling it says nothing.",
     )
-    if run.optimizer == "adopt":
-        _remark(console, "ADOPT clips g / sqrt(v) at T^(1/4): that, not rho, is exp_avg's ceiling")
+    if own := [stream.name for stream in run.streams if stream.own_ceiling]:
+        _remark(
+            console,
+            f"{run.optimizer} itself gives the ceiling of {' and '.join(own)}; rho does not",
+        )
     _print(
         console,
         "Bytes",

@@ -24,6 +24,7 @@ def planned(
     run = PlannedRun(
         name="one",
         optimizer="adam",
+        family="Adam",
         num_params=1e6,
         streams=(
             PlannedStream(name=PARAMS, kind=Kind.PARAMS, num_bytes=4e6),

@@ -70,15 +70,14 @@ def test_the_bytes_of_a_rule_are_those_of_its_periods_and_formats():
         (64, {}, (6, 1)),
         (28, {}, (6, 1)),
         (27, {}, (1, 6)),  # two half-lives
-        (64, {"optimizer": "adamw"}, (6, 1)),
         (64, {"partition": "iid"}, (1, 6)),
         (64, {"betas": (0.95, 0.999)}, (1, 6)),  # the second moment's half-life is longer
         (64, {"betas": (0.99, 0.95)}, (3, 6)),  # no bound exists
-        (64, {"optimizer": "adopt"}, (3, 6)),
-        (28, {"optimizer": "adopt"}, (3, 6)),
-        (27, {"optimizer": "adopt"}, (1, 6)),
-        (27, {"optimizer": "adopt", "partition": "iid"}, (1, 6)),
-        (64, {"optimizer": "amsgrad"}, (3, 6)),
+        (64, {"family": "ADOPT"}, (3, 6)),
+        (28, {"family": "ADOPT"}, (3, 6)),
+        (27, {"family": "ADOPT"}, (1, 6)),
+        (27, {"family": "ADOPT", "partition": "iid"}, (1, 6)),
+        (64, {"family": "other"}, (3, 6)),
     ],
 )
 def test_the_rule_depends_on_optimizer_data_and_half_lives(period, changes, expected):
@@ -105,12 +104,28 @@ def test_a_bound_is_recommended_exactly_where_it_would_bound(name, betas):
     )
 
 
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (["optimizer.name=adam"], "Adam"),
+        (["optimizer.name=adamw"], "Adam"),
+        (["optimizer.name=adopt"], "ADOPT"),
+        (["optimizer.name=amsgrad", "sync.max_exp_avg_sq=16"], "other"),
+        (["optimizer.name=muon", "sync.momentum_buffer=16"], "other"),
+        (["optimizer.name=torch.optim:AdamW"], "other"),
+    ],
+)
+def test_the_description_of_an_optimizer_says_whose_rules_apply(stated, expected):
+    run = run_of(load("quickstart", [*stated, "optimizer.lr=0.1"]), num_params=1e6)
+    assert run.family == expected
+
+
 # --- Recommended periods -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"optimizer": "adopt"}, NON_IID],
+    [{}, {"family": "ADOPT"}, NON_IID],
     ids=["adam", "adopt", "non-IID"],
 )
 @given(
@@ -162,8 +177,8 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
     ("periods", "changes"),
     [
         ((32, 32, 192), {"bound": True}),
-        ((20, 20, 240), {"optimizer": "adopt"}),
-        ((28, 56, 168), {"optimizer": "adopt"}),  # K_x is above two half-lives
+        ((20, 20, 240), {"family": "ADOPT"}),
+        ((28, 56, 168), {"family": "ADOPT"}),  # K_x is above two half-lives
         ((32, 192, 32), NON_IID),
     ],
 )
@@ -174,7 +189,7 @@ def test_a_run_that_follows_its_rule_has_no_warnings(periods, changes):
 @pytest.mark.parametrize(
     ("periods", "changes", "said"),
     [
-        ((28, 168, 168), {"optimizer": "adopt"}, "sync.exp_avg=168: an average of it affects only"),
+        ((28, 168, 168), {"family": "ADOPT"}, "sync.exp_avg=168: an average of it affects only"),
         ((16, 48, NEVER), {}, "sync.exp_avg_sq=never: every worker keeps its own"),
         ((16, "reset", "reset"), {}, "sync.exp_avg=reset: it starts from zero"),
         ((NEVER, 48, 96), {}, "sync.params=never: the parameters are averaged once"),
@@ -189,7 +204,7 @@ def test_a_run_that_follows_its_rule_has_no_warnings(periods, changes):
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
         ((16, 48, 96), {}, "sync.exp_avg=48: rarely averaged it cost loss where that was"),
         ((16, 48, 96), {}, "measured, with Adam, IID data; set sync.exp_avg=16"),
-        ((26, 52, 104), {"optimizer": "adopt"}, "sync.exp_avg=52: rarely averaged it cost loss"),
+        ((26, 52, 104), {"family": "ADOPT"}, "sync.exp_avg=52: rarely averaged it cost loss"),
         ((16, 16, 96), {}, "sync.exp_avg=16: averaged more often than exp_avg_sq, after which"),
         ((64, 64, 384), NON_IID, "sync.exp_avg_sq=384: rarely averaged it cost loss where"),
         ((64, 64, 384), NON_IID, "K_x above 2 half-lives; set sync.exp_avg_sq=64"),
