@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def _run(grid: Grid, context: Context) -> None:
     model = task.build_model()
     streams = build_streams(config, model)
     params = streams.pop(PARAMS)
-    config = _with_local_buffers(config, streams)
+    _check_buffers(config, streams)
     schedule = build_schedule(config, [PARAMS, *streams])
     schedule.require([PARAMS, *streams], config.optimizer.title)
     _warn_if_unbounded(config, model)
@@ -219,21 +218,21 @@ def _strategy(
     return FlowerStrategy(build_flower_strategy(config), schedule, steps, **options)
 
 
-def _with_local_buffers(config: Config, streams: Container[str]) -> Config:
-    """Return ``config`` with a period for the model's buffers, if it has some and states none."""
-    if BUFFERS in streams and GRADIENTS in config.sync:
+def _check_buffers(config: Config, streams: Container[str]) -> None:
+    """Warn where the model's buffers stay local; raises ``ConfigError`` where they cannot."""
+    if BUFFERS not in streams:
+        return
+    if GRADIENTS in config.sync:
         raise ConfigError(
             "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which are "
             "not sent with gradients; choose a model without, or average params"
         )
-    if BUFFERS not in streams or BUFFERS in config.sync:
-        return config
-    log(
-        WARNING,
-        "the model has buffers (such as BatchNorm's statistics), which stay local; the "
-        "averaged model keeps their initial values; set sync.buffers to average them",
-    )
-    return replace(config, sync={**config.sync, BUFFERS: NEVER})
+    if BUFFERS not in config.sync:
+        log(
+            WARNING,
+            "the model has buffers (such as BatchNorm's statistics), which stay local; the "
+            "averaged model keeps their initial values; set sync.buffers to average them",
+        )
 
 
 def _warn_if_unbounded(config: Config, model: nn.Module) -> None:

@@ -452,12 +452,11 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_checkpoint_is_resumed_with_the_settings_that_it_lacks_or_the_server_added(tmp_path):
+def test_a_checkpoint_is_resumed_with_the_settings_that_it_lacks(tmp_path):
     folder = tmp_path / "quickstart" / "checkpoints"
     folder.mkdir(parents=True)
     settings = yaml_mapping(dump(load("quickstart")))
     del settings["sync_once_at"], settings["federation"]["norm_bound"]
-    settings["sync"]["buffers"] = "never"  # the server adds it
     Checkpoints(folder, 1, write(settings)).write(a_checkpoint())
     resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)
     assert resumed is not None

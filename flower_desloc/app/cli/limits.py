@@ -33,8 +33,3 @@ def at_least_one(text: str, **more: Any) -> Any:
 def positive(text: str) -> Any:
     """Return an option above 0."""
     return option(text, "above 0", lambda value: value > 0)
-
-
-def below_one(text: str) -> Any:
-    """Return an option of at least 0 and below 1."""
-    return option(text, "at least 0 and below 1", lambda value: 0 <= value < 1)

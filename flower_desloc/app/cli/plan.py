@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flower_desloc.app.cli.limits import at_least_one, at_least_zero, below_one, option, positive
+from flower_desloc.app.cli.limits import at_least_one, at_least_zero, option, positive
 from flower_desloc.app.cli.run_arguments import Overrides, Preset, listing
 from flower_desloc.app.cli.terminal import USAGE, fail, failing
-from flower_desloc.app.config import PRESETS, Config, load
+from flower_desloc.app.config import PRESETS, load
 from flower_desloc.app.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
 from flower_desloc.app.plan.tables import NOT_TIMED, show, show_rules
 from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
+from flower_desloc.app.setup.initial import with_init_from
 
 
 def plan(
@@ -25,7 +26,6 @@ def plan(
     workers: Annotated[
         int | None, at_least_one("Workers, in place of the preset's clients.")
     ] = None,
-    steps: Annotated[int | None, at_least_one("Local steps, in place of run.steps.")] = None,
     tokens_per_step: Annotated[
         float | None,
         at_least_one("Of all workers, for text; by default workers x batch_size x seq_len."),
@@ -66,8 +66,6 @@ def plan(
     share: Annotated[
         float, positive("Largest acceptable ratio of communication to compute.")
     ] = 0.1,
-    beta1: Annotated[float | None, below_one("Decay of the first moment.")] = None,
-    beta2: Annotated[float | None, below_one("Decay of the second moment.")] = None,
     rho: Annotated[
         float | None,
         positive("Bound on every coordinate of a gradient, in place of the preset's clipping."),
@@ -108,9 +106,8 @@ def plan(
             fail(USAGE, f"which preset, or how many --params? There are\n{known}")
         paper = not preset or preset in PAPER
         config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
-        config = _with_options(config, steps, beta1, beta2)
         run = planned_run(
-            config,
+            with_init_from(config),
             Link(bandwidth=bandwidth * MBIT, latency=latency / 1000),
             num_params=params or PAPER.get(preset),
             workers=workers,
@@ -135,17 +132,3 @@ def plan(
                 raise ValueError(NOT_TIMED)
             draw(run, plot)
         typer.echo(f"drawn into {plot}")
-
-
-def _with_options(
-    config: Config, steps: int | None, beta1: float | None, beta2: float | None
-) -> Config:
-    """Return ``config`` with the options that stand for its keys."""
-    run, optimizer = config.run, config.optimizer
-    if steps is not None:
-        run = replace(run, steps=steps)
-    if beta1 is not None:
-        optimizer = replace(optimizer, betas=(beta1, *optimizer.betas[1:]), momentum=beta1)
-    if beta2 is not None:
-        optimizer = replace(optimizer, betas=(optimizer.betas[0], beta2, *optimizer.betas[2:]))
-    return replace(config, run=run, optimizer=optimizer)

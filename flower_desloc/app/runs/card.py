@@ -19,7 +19,7 @@ from flower_desloc.app.config.units import (
     figures,
     loss_text,
 )
-from flower_desloc.app.setup.build import build_schedule
+from flower_desloc.app.runs.summary import schedule_of
 from flower_desloc.app.setup.initial import is_pretrained
 
 _PAPER = "https://arxiv.org/abs/2505.22549"
@@ -118,7 +118,7 @@ def _unless_a_path(value: str) -> str:
 
 def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     sent = summary["bytes"]["measured"]["up"]
-    schedule = build_schedule(config)
+    schedule = schedule_of(summary)
     for stream in schedule.periods:
         times = str(summary["syncs"][stream])
         form = f" as {config.compression[stream]}" if stream in config.compression else ""

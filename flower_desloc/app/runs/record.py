@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from flower_desloc.app.config import parse
 from flower_desloc.app.config.units import count_text, schedule_text
 from flower_desloc.app.config.yaml12 import YAMLError, read, values
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
-from flower_desloc.app.runs.summary import build, known_from
+from flower_desloc.app.runs.summary import build, known_from, schedule_of
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.optim import OPTIMIZERS
@@ -63,9 +63,7 @@ class RunRecord:
     @cached_property
     def schedule(self) -> SyncSchedule:
         """The schedule, from the summary: an older configuration may no longer be valid."""
-        stated = self.summary["config"]
-        names = (each.name for each in fields(SyncSchedule))
-        return SyncSchedule(**{name: stated[name] for name in names if name in stated})
+        return schedule_of(self.summary)
 
     @property
     def kinds(self) -> Kinds:

@@ -12,7 +12,6 @@ from flower_desloc.app.runs.copy import fetched, is_url
 from flower_desloc.app.runs.folder import RunFolder, read_summary
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.record import yaml_mapping
-from flower_desloc.core.schedule import BUFFERS, NEVER
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
@@ -175,9 +174,7 @@ def _require_same(config: Config, settings: str, file: Path) -> None:
             f"{file} was written under settings that this version does not have: {error}; start a "
             "new run with run.init_from"
         ) from error
-    # The server adds it for a model with buffers.
-    added = {f"sync.{BUFFERS}": NEVER}
-    ours, theirs = (added | flat(yaml_mapping(text)) for text in (dump(config), written))
+    ours, theirs = (flat(yaml_mapping(text)) for text in (dump(config), written))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     other += [key for key in _ON_OR_OFF if (ours.get(key) is None) != (theirs.get(key) is None)]

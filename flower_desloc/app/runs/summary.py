@@ -3,6 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import reduce
 from importlib.metadata import version
 from statistics import fmean, median, pstdev
@@ -36,6 +37,13 @@ def known_from(config: Config, steps: int = 0, sizes: Mapping[str, int] | None =
     return RunInfo(
         schedule=schedule, num_steps=steps, num_windows=0, stream_bytes=sizes or {}, clients={}
     )
+
+
+def schedule_of(summary: Mapping[str, Any]) -> SyncSchedule:
+    """Return the schedule of a run from its summary."""
+    stated = summary["config"]
+    names = (each.name for each in fields(SyncSchedule))
+    return SyncSchedule(**{name: stated[name] for name in names if name in stated})
 
 
 def build(

@@ -29,7 +29,7 @@ from flower_desloc.core import lr_schedule
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.core.states import kinds_of, state_decays
 from flower_desloc.core.streams import (
     BUFFERS,
@@ -259,9 +259,14 @@ def _otherwise(stated: str, otherwise: str) -> Iterator[None]:
 
 
 def build_schedule(config: Config, streams: Iterable[str] | None = None) -> SyncSchedule:
-    """Return the schedule of the averages; ``streams`` are the model's, by default all known."""
+    """Return the schedule of the averages; ``streams`` are the model's, by default all known.
+
+    Buffers without a period stay local.
+    """
     coins = config.run.seed if config.sync_mode == "probabilistic" else None
     periods = config.sync
+    if streams is not None and BUFFERS in (streams := [*streams]):
+        periods = {**periods, BUFFERS: periods.get(BUFFERS, NEVER)}
     if config.strategy != "desloc":
         known = chain.from_iterable(_known_streams(config)) if streams is None else streams
         periods = dict.fromkeys(known, RESET) | periods

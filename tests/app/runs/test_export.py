@@ -151,5 +151,6 @@ def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_
 
 def test_the_card_tells_averages_besides_the_periods(run):
     config = parse((run / "config.yaml").read_text())
-    config = with_values(config, {"sync_once_at": [3]})
-    assert "| `params` | every 2 and after 3 |" in card(config, summary(run))
+    told = summary(run)
+    told["config"]["once_at"] = [3]
+    assert "| `params` | every 2 and after 3 |" in card(config, told)
