@@ -35,7 +35,7 @@ from flower_desloc.app.tasks.causal_lm.document_streams import (
     open_domain,
 )
 from flower_desloc.app.tasks.causal_lm.sources import Domain, OpenFiles, shards_of
-from flower_desloc.app.tasks.causal_lm.streaming import BLOCK, open_packers
+from flower_desloc.app.tasks.causal_lm.streaming import BLOCK
 from flower_desloc.app.tasks.retry import retry_network
 from flower_desloc.app.tasks.source import Source
 
@@ -53,8 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    """Close all open packers and domains, as at the end of a process."""
-    open_packers.clear()
+    """Close all domains, as at the end of a process."""
     open_domain.cache_clear()
     domain_names.cache_clear()
 
@@ -363,7 +362,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, cache, m
     lose(cache)
     data = CausalLM(config).client_data(Site(0, 1))
     assert torch.equal(data.train_batch(300).tokens, wanted[0])
-    open_packers.clear()
+    data = CausalLM(config).client_data(Site(0, 1))
     server.down = 2
     with caplog.at_level(logging.WARNING):
         assert torch.equal(data.train_batch(600).tokens, wanted[1])
@@ -371,7 +370,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, cache, m
     assert lines
     assert all(re.search(r"^data.source=.*; try [23] of 3 in 0 s$", line) for line in lines)
 
-    open_packers.clear()
+    data = CausalLM(config).client_data(Site(0, 1))
     server.down = 1000
     with pytest.raises(ConnectionError, match=r"gave up after 3 tries. Check .* HF_HUB_OFFLINE=1"):
         data.train_batch(900)

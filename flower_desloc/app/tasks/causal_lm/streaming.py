@@ -38,7 +38,7 @@ KEPT_BLOCKS = 256
 """Blocks kept on disk: 1 GB, with sequences of 2048 tokens of two bytes."""
 
 _MAX_OPEN_PACKERS = 4
-"""Packers that a process keeps open; each holds rows in memory that it has read ahead."""
+"""Packers that a task keeps open; each holds rows in memory that it has read ahead."""
 
 _HELDOUT_CHUNK = 16
 """Held-out documents tokenised at a time."""
@@ -129,8 +129,8 @@ class Packer:
         return drawn
 
 
-open_packers: OrderedDict[Path, Packer] = OrderedDict()
-"""Open packers of this process, the least recently used first."""
+OpenPackers = OrderedDict[Path, Packer]
+"""The open packers of a task's clients, the least recently used first."""
 
 
 class PackedSequences:
@@ -142,8 +142,8 @@ class PackedSequences:
     again when they are asked for; the first is kept, because every client is described by it.
     """
 
-    def __init__(self, spec: PackingSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: PackingSpec, packers: OpenPackers) -> None:
+        self._spec, self._packers = spec, packers
         what = repr((spec, spec.versions)).encode()
         self._folder = cache_folder() / "text" / hashlib.blake2b(what, digest_size=16).hexdigest()
 
@@ -179,14 +179,14 @@ class PackedSequences:
         """Pack a block and the blocks before it that this requires."""
         first = next((n for n in range(number, 0, -1) if self._path(n - 1).exists()), 0)
         # Removed here, and not put back if reading fails: its open files are then unusable.
-        packer = open_packers.pop(self._folder, None)
+        packer = self._packers.pop(self._folder, None)
         if packer is None or not first <= packer.number <= number:
             packer = Packer(self._spec, first, self.state_after(first - 1) if first else None)
         while packer.number <= number:
             self._write(packer.number, *packer.pack())
-        open_packers[self._folder] = packer
-        while len(open_packers) > _MAX_OPEN_PACKERS:
-            open_packers.popitem(last=False)
+        self._packers[self._folder] = packer
+        while len(self._packers) > _MAX_OPEN_PACKERS:
+            self._packers.popitem(last=False)
 
     def _write(self, number: int, tokens: Tokens, state: PackerState) -> None:
         shape = BLOCK, self._spec.length
@@ -226,7 +226,7 @@ class StreamedShard:
     description: Mapping[str, int]
     """Text of the first block by domain, in UTF-8 bytes."""
 
-    def __init__(self, config: Config, site: Site) -> None:
+    def __init__(self, config: Config, site: Site, packers: OpenPackers) -> None:
         self._config = config
         data, source = config.data, Source.of(config.data)
         if site.data_path:
@@ -238,7 +238,7 @@ class StreamedShard:
             length=data.seq_len + 1,
             key=(config.data_seed, site.partition),
         )
-        self._sequences = retry_network(source, lambda: PackedSequences(spec))
+        self._sequences = retry_network(source, lambda: PackedSequences(spec, packers))
         self.num_examples = config.run.steps * data.batch_size
         streams = self._sequences.state_after(0).streams
         self.description = {

@@ -15,7 +15,11 @@ from flower_desloc.app.tasks.causal_lm.corpus import read
 from flower_desloc.app.tasks.causal_lm.evaluation import measure
 from flower_desloc.app.tasks.causal_lm.model import build_model
 from flower_desloc.app.tasks.causal_lm.probe import training_loss
-from flower_desloc.app.tasks.causal_lm.streaming import StreamedShard, streamed_heldout
+from flower_desloc.app.tasks.causal_lm.streaming import (
+    OpenPackers,
+    StreamedShard,
+    streamed_heldout,
+)
 from flower_desloc.app.tasks.causal_lm.tokens import Tokens, load_tokenizer
 from flower_desloc.app.tasks.compute import Evaluator, TrainingLoss, share_rows
 from flower_desloc.app.tasks.protocol import Site, Sums
@@ -39,6 +43,7 @@ class CausalLM:
         self._tokenizer = load_tokenizer(config.data.tokenizer)
         self._loss = TrainingLoss(training_loss, config)
         self._evaluation = Evaluator(measure, config)
+        self._packers = OpenPackers()
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
@@ -68,8 +73,9 @@ class CausalLM:
 
     def client_data(self, site: Site) -> TextShard | StreamedShard:
         """Return the text of one client."""
-        endless = Source.of(self._config.data).endless
-        return StreamedShard(self._config, site) if endless else TextShard(self._config, site)
+        if Source.of(self._config.data).endless:
+            return StreamedShard(self._config, site, self._packers)
+        return TextShard(self._config, site)
 
     def heldout(self) -> Mapping[str, Iterable[TextBatch]]:
         """Return the held-out batches of every domain."""
