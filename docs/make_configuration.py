@@ -4,20 +4,21 @@ Run it as ``python docs/make_configuration.py``.
 """
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+from flower_desloc.app.config import schema
 from flower_desloc.app.config.check import own_options
 from flower_desloc.app.config.run_config import SETTINGS
-from flower_desloc.core.robust import AVERAGES
+from flower_desloc.flower import policy
 from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
-SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
-POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
+MODULES = (schema, policy)  # the second has the section federation
 
-_WORDS = {"OPTIMIZERS": OPTIMIZERS, "AVERAGES": AVERAGES}
 _AS_YAML = {
     "None": "null",
     "True": "true",
@@ -89,13 +90,13 @@ def _keys() -> str:
 
 
 def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:
-    for file in (SCHEMA, POLICY):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and (fields := list(_fields(node))):
+    for module in MODULES:
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef) and (fields := list(_fields(node, module))):
                 yield node.name, ((ast.get_docstring(node) or "").partition("\n")[0], fields)
 
 
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+def _fields(node: ast.ClassDef, module: ModuleType) -> Iterator[tuple[str, str, str]]:
     for field, text in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             doc = " ".join(ast.literal_eval(text.value).split())
@@ -105,7 +106,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
-                value = ast.Constant(next(iter(_WORDS[ast.unparse(value.value)])))
+                value = ast.Constant(next(iter(getattr(module, ast.unparse(value.value)))))
             if isinstance(value, ast.Call):  # field(default_factory=..., metadata=...)
                 value.keywords = [word for word in value.keywords if word.arg != "metadata"]
             default = ast.unparse(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
-from flower_desloc.app.config.schema import AUTO, COLUMN, Config, Optimizer, ParamGroup
+from flower_desloc.app.config.schema import AUTO, COLUMN, PARTITIONS, Config, Optimizer, ParamGroup
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
@@ -32,10 +32,6 @@ OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZ
 
 SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
 _SIMULATED: Final = "simulation.num_clients"
-_PARTITIONS: Final = {
-    "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
-    "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
-}
 _EXCLUSIONS: Final = (
     Exclusion(where=lambda config: config.strategy != "desloc", **vars(BY_FLOWERS_OWN)),
     Exclusion(where=lambda config: GRADIENTS in config.sync, **vars(BY_GRADIENTS)),
@@ -150,7 +146,7 @@ def _check_text(config: Config) -> None:
 
 def _data(config: Config) -> Iterator[str]:
     data, size = config.data, config.data.micro_batch_size
-    known = _PARTITIONS.get(config.task, sorted({*chain(*_PARTITIONS.values())}))
+    known = PARTITIONS.get(config.task, sorted({*chain(*PARTITIONS.values())}))
     if data.partition.startswith(COLUMN):
         if data.partition == COLUMN:
             yield f"{data.partition=!s}: name a column, as in data.partition={COLUMN}hospital"
@@ -186,7 +182,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _options(config: Config) -> Iterator[str]:
     optimizer, task_options = config.optimizer, config.task_options
-    if task_options and config.task in _PARTITIONS:
+    if task_options and config.task in PARTITIONS:
         yield (
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"

@@ -4,7 +4,7 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
@@ -14,6 +14,12 @@ AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into a GPU's memory."""
 COLUMN = "column:"
 """What ``data.partition`` begins with where a column is the partition."""
+
+PARTITIONS: Final = {
+    "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
+    "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
+}
+"""By task the other values of ``data.partition``."""
 
 
 def column_of(partition: str) -> str:
@@ -307,7 +313,7 @@ class Config:
     """The whole configuration of a run."""
 
     run: Run = field(default_factory=Run)
-    task: str = one_of("causal_lm", "image_classification", or_path=True)
+    task: str = one_of(*PARTITIONS, or_path=True)
     """`causal_lm` (text), `image_classification`, or a task of your own by its import path,
     `module:Class`."""
     task_options: dict[str, Any] = field(default_factory=dict)

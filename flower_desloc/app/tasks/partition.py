@@ -11,9 +11,11 @@ import numpy as np
 from datasets import Dataset
 
 from flower_desloc.app.config import Config
-from flower_desloc.app.config.schema import column_of
+from flower_desloc.app.config.schema import PARTITIONS, column_of
 from flower_desloc.app.tasks.missing import sorted_names
 from flower_desloc.app.tasks.protocol import FEWER_CLIENTS
+
+_BY_LABEL = ", ".join(PARTITIONS["image_classification"])
 
 Rows = list[int]
 """Row numbers of a data set."""
@@ -66,8 +68,8 @@ def partition_rows(
     if rule.column:
         if column is None:
             raise ValueError(
-                f"data.partition={rule.name}: this task does not read that column; choose iid, "
-                "dirichlet, pathological or quantity"
+                f"data.partition={rule.name}: this task does not read that column; choose one of "
+                f"{_BY_LABEL}"
             )
         return deal_by_value(column, rule, num_clients)
     return [rows.copy() for rows in _partitioned(tuple(labels), rule, num_clients)]
@@ -132,8 +134,7 @@ def _partitioner(num_rows: int, rule: PartitionRule, num_clients: int) -> Any:
             ends[-1] = spare
             return partitioner.SizePartitioner([1 + int(n) for n in np.diff(ends, prepend=0)])
     raise ValueError(
-        f"data.partition={rule.name}: is for the task causal_lm; choose iid, dirichlet, "
-        "pathological or quantity"
+        f"data.partition={rule.name}: is for the task causal_lm; choose one of {_BY_LABEL}"
     )
 
 
