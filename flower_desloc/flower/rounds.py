@@ -55,8 +55,6 @@ class Round:
     """The clients whose replies were averaged."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Client name -> why its reply was not averaged."""
-    not_evaluated: dict[str, str] = field(default_factory=dict)
-    """Client name -> why its evaluation was not used."""
     diverged: set[str] = field(default_factory=set)
     """Those of ``left_out`` whose training has diverged."""
     asked: list[Member] = field(default_factory=list)
@@ -283,9 +281,9 @@ class RoundLoop:
 
     @contextmanager
     def leaving_out(self, reply: Message, *, evaluation: bool = False) -> Iterator[Member]:
-        """Leave the client that replied out of the averages if the block raises ``ValueError``.
+        """Leave the client that replied out if the block raises ``ValueError``.
 
-        Or out of the ``evaluation``.
+        It is left out of the averages, or of the ``evaluation``.
         """
         member, kind = self.members.at(reply.metadata.src_node_id), event_kind(reply)
         try:
@@ -308,18 +306,19 @@ class RoundLoop:
         evaluation: bool = False,
     ) -> None:
         """Record why a client is left out; raises a ``FederationError`` if that ends the run."""
-        (self.round.not_evaluated if evaluation else self.round.left_out)[member.name] = reason
-        if diverged:
-            self.round.diverged.add(member.name)
-        self.round.failures[member.name] += 1
-        self.note(kind, member.name, f"evaluation: {reason}" if evaluation else reason)
+        if not evaluation:
+            self.round.left_out[member.name] = reason
+            self.round.failures[member.name] += 1
+            if diverged:
+                self.round.diverged.add(member.name)
+        self.note(kind, member.name, reason, evaluation=evaluation)
         failure = DivergedError if diverged else ClientError
         what = self.round.evaluation if evaluation else self.round
         self.policy.fail(f"{member.name} is left out of {what}", reason, failure)
 
-    def note(self, kind: EventKind, client: str, what: str) -> None:
+    def note(self, kind: EventKind, client: str, what: str, *, evaluation: bool = False) -> None:
         """Add an event to the record of the window."""
-        self._events.append(Event(kind=kind, client=client, what=what))
+        self._events.append(Event(kind=kind, client=client, what=what, evaluation=evaluation))
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -344,7 +343,6 @@ class RoundLoop:
             train_loss=None if metrics is None else number(metrics["train-loss"]),
             clients=now.clients,
             left_out=now.left_out,
-            not_evaluated=now.not_evaluated,
             traffic=self.exchange.meter.read(),
             drift=now.drift,
             seconds={

@@ -68,7 +68,8 @@ class PrometheusView:
         for phase, seconds in line["seconds_split"].items():
             self._seconds.labels(phase).set(seconds)
         self._clients.set(len(line["clients"]))
-        why = {e["client"]: e["kind"] for e in line["events"] if e["kind"] in _LEFT_OUT}
+        events = (e for e in line["events"] if e["kind"] in _LEFT_OUT and not e["evaluation"])
+        why = {event["client"]: event["kind"] for event in events}
         for client in line["left_out"]:
             self._left_out.labels(client, why.get(client, "")).inc()
         for event in line["events"]:

@@ -168,7 +168,6 @@ def to_line(record: WindowRecord) -> Line:
         "seconds_split": _split(record.seconds),
         "clients": {name: asdict(client) for name, client in record.clients.items()},
         "left_out": dict(record.left_out),
-        "not_evaluated": dict(record.not_evaluated),
         "events": [asdict(event) for event in record.events],
         "drift": {stream: asdict(drift) for stream, drift in record.drift.items()},
         "evaluation": {where: asdict(e) for where, e in evaluations.items() if e},

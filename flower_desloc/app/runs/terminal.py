@@ -85,6 +85,7 @@ class TerminalView:
         for event in line["events"]:
             if event["kind"] != "joined":  # that is told when it happens
                 who = f"{event['client']}: " if event["client"] else ""
+                who += "evaluation: " if event["evaluation"] else ""
                 # A client's error may contain its traceback.
                 self._print(f"{step}  {event['kind']}: {who}{one_line(event['what'])}")
         # A client whose loss is not finite fails, so NaN is that of a client that hides it.

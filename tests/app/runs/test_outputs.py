@@ -159,7 +159,7 @@ def test_a_line_of_metrics_has_the_documented_keys(finished):
         assert line.keys() == {
             "round", "start", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
             "framed_bytes_down", "train_loss", "seconds", "seconds_split", "clients", "left_out",
-            "not_evaluated", "events", "drift", "evaluation",
+            "events", "drift", "evaluation",
         }  # fmt: skip
         parts = dict(line["seconds_split"])
         assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))

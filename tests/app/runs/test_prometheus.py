@@ -66,8 +66,9 @@ def test_they_are_those_of_the_runs_record(view, lines):
 def test_a_client_is_left_out_with_its_reason(view, lines):
     made, port = view
     events = [
-        {"kind": "late", "client": "client-1", "what": "no reply"},
-        {"kind": "left", "client": "client-1", "what": ""},
+        {"kind": "late", "client": "client-1", "what": "no reply", "evaluation": False},
+        {"kind": "refused", "client": "client-1", "what": "NaN", "evaluation": True},
+        {"kind": "left", "client": "client-1", "what": "", "evaluation": False},
     ]
     line = {**lines[-1], "left_out": {"client-1": "no reply in 60 s"}, "events": events}
     made.joined("client-1", ClientInfo(device="cpu"))
