@@ -14,7 +14,6 @@ from flower_desloc.app.config import PRESETS, load
 from flower_desloc.app.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
 from flower_desloc.app.plan.tables import NOT_TIMED, show, show_rules
 from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
-from flower_desloc.app.setup.initial import with_init_from
 
 
 def plan(
@@ -107,7 +106,7 @@ def plan(
         paper = not preset or preset in PAPER
         config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
         run = planned_run(
-            with_init_from(config),
+            config,
             Link(bandwidth=bandwidth * MBIT, latency=latency / 1000),
             num_params=params or PAPER.get(preset),
             workers=workers,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, ConfigError
@@ -20,6 +21,7 @@ from flower_desloc.app.setup.build import (
     stream_kinds,
     stream_params,
 )
+from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.app.setup.param_groups import trial_groups
 from flower_desloc.core.formats import lossy
@@ -52,8 +54,6 @@ def planned_run(
     mfu: float,
 ) -> PlannedRun:
     """Return the planned run of ``config``; what is None is taken from the configuration.
-
-    ``config`` is the result of ``with_init_from``.
 
     ``tokens`` are those of one step of all workers together. ``rho`` bounds every coordinate of a
     gradient. Without ``step_seconds`` the compute of a step follows from ``mfu`` and ``flops``, by
@@ -136,7 +136,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
             num_bytes=0,
             beta=_beta(parts, name),
             ceiling=_ceiling(config, parts, name, rho),
-            own_ceiling=any(_gives_ceiling(optimizer, name) for _, optimizer in parts),
+            own_ceiling=_has_own_ceiling(parts, name),
         )
         for name in build_schedule(config).periods
     )
@@ -149,7 +149,7 @@ def _stream_values(config: Config, names: Iterable[str], num_params: float) -> d
     """
     if len(build_parts(config, trial_groups(config))) == 1:
         return dict.fromkeys(names, num_params)
-    streams = stream_params(config, meta_model(config))
+    streams = stream_params(config, _model(config))
     counts = {name: sum(p.numel() for p in stream.values()) for name, stream in streams.items()}
     counts |= dict.fromkeys([BUFFERS, GRADIENTS], counts[PARAMS])
     return {n: num_params * counts.get(n, 0) / counts[PARAMS] for n in names}
@@ -160,14 +160,18 @@ def model_size(config: Config) -> int:
 
     Raises ``ValueError`` when the model cannot be built.
     """
-    return sum(p.numel() for p in meta_model(config).parameters() if p.requires_grad)
+    return sum(p.numel() for p in _model(config).parameters() if p.requires_grad)
 
 
 def _buffer_bytes(config: Config) -> int:
-    found = buffers(meta_model(config))
+    found = buffers(_model(config))
     if not found:
         raise ConfigError(f"sync.{BUFFERS}: the model has none; leave it out")
     return sum(tensor.nbytes for tensor in found.values())
+
+
+def _model(config: Config) -> nn.Module:
+    return meta_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:
@@ -214,9 +218,9 @@ def _may_have(optimizer: Optimizer, name: str) -> bool:
     return not states or name in states
 
 
-def _gives_ceiling(optimizer: Optimizer, name: str) -> bool:
-    states = states_of(optimizer)
-    return name in states and states[name].ceiling is not None
+def _has_own_ceiling(parts: _Parts, name: str) -> bool:
+    found = [states_of(optimizer).get(name) for _, optimizer in parts if _may_have(optimizer, name)]
+    return bool(found) and all(state is not None and state.ceiling is not None for state in found)
 
 
 def _own_ceiling(

@@ -149,7 +149,8 @@ def _rule(run: PlannedRun, of_params: int) -> Iterator[str]:
     words = [f"compression.{stream}={form}" for stream, form in LEAN.items() if rule.lean]
     yield f"{rule.case}: {' '.join([_settings(run, rule, of_params), *words])}"
     yield f"  {_cost(rule)}"
-    yield f"  measured in {PAGE}; all rules: desloc plan --rules"
+    measured = "" if rule.loss == NOT_MEASURED else f"measured in {PAGE}; "
+    yield f"  {measured}all rules: desloc plan --rules"
 
 
 def _cost(rule: Rule) -> str:

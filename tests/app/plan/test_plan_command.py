@@ -116,6 +116,13 @@ def period_for_a_star(said: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_optimizers_own_ceiling_is_told_where_all_parts_of_a_stream_have_one(mixed):
+    group = "optimizer.groups=[{kinds: [norms_and_biases], name: adam, lr: 0.1, weight_decay: 0}]"
+    said = plan("quickstart", "optimizer.name=adopt", "optimizer.lr=0.1", *[group] * mixed)
+    assert ("itself gives the ceiling of exp_avg" in said) == (not mixed)
+
+
 def test_a_recommended_period_beyond_the_run_is_said_to_average_nothing():
     said = plan("desloc_adopt", *SMALL, "run.steps=900", "--share", 0.02)
     assert period_for_a_star(said) > 900
