@@ -149,9 +149,10 @@ class SyncSchedule:
             due.add(BUFFERS)
         return frozenset(due)
 
-    def windows(self, num_steps: int, start: int = 0) -> Iterator[Window]:
-        """Yield the windows from ``start`` to ``num_steps``."""
-        for step in range(start + 1, num_steps + 1):
+    def windows(self, num_steps: int) -> Iterator[Window]:
+        """Yield the windows of a run of ``num_steps`` steps."""
+        start = 0
+        for step in range(1, num_steps + 1):
             if due := self.due(step, num_steps):
                 yield Window(start, step, due)
                 start = step

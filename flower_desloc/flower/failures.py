@@ -35,9 +35,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def shortened(text: str, most: int = REASON) -> str:
-    """Return ``text``, cut off after so many characters."""
-    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
+def shortened(text: str) -> str:
+    """Return ``text``, cut off after ``REASON`` characters."""
+    return text if len(text) <= REASON else f"{text[:REASON]} ... ({len(text)} characters)"
 
 
 def reason_of(error: Exception) -> str:

@@ -24,14 +24,15 @@ def at_request(state: ClientState, request: WindowRequest) -> ClientState:
         for name in state.late
         if state.step == request.start and request.versions.get(name) == request.start
     ]
-    missed = {n: average for n, average in state.late_averages.items() if n not in late}
+    arrived = state.late_averages
+    missed = {name: arrived[name] for name in arrived if name not in late}
     return replace(
         state,
         versions={**state.versions, **{name: request.versions[name] for name in late}},
         steps_since_average={**state.steps_since_average, **dict.fromkeys(late, 0)},
         streams=ChainMap(missed, state.streams),  # type: ignore[arg-type]
         late=late,
-        late_averages={n: a for n, a in state.late_averages.items() if n in late},
+        late_averages={name: arrived[name] for name in arrived if name in late},
     )
 
 

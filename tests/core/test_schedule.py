@@ -58,13 +58,6 @@ def test_buffers_are_averaged_with_every_average_of_params(schedule, num_steps, 
 
 
 @given(SCHEDULES, NUM_STEPS)
-def test_windows_resume_at_every_boundary(schedule, num_steps):
-    windows = list(schedule.windows(num_steps))
-    for i, window in enumerate(windows):
-        assert list(schedule.windows(num_steps, start=window.stop)) == windows[i + 1 :]
-
-
-@given(SCHEDULES, NUM_STEPS)
 def test_events_are_counted_from_the_windows(schedule, num_steps):
     events = schedule.num_events(num_steps)
     assert events.keys() == schedule.periods.keys()

@@ -19,8 +19,6 @@ from flwr.app import Error, Message
 
 from flower_desloc import SyncSchedule
 from flower_desloc.app.config import ConfigError, dump, load
-from flower_desloc.app.config.yaml12 import write
-from flower_desloc.app.runs.record import yaml_mapping
 from flower_desloc.app.runs.resume import to_resume
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
@@ -452,12 +450,10 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_checkpoint_is_resumed_with_the_settings_that_it_lacks(tmp_path):
+def test_a_checkpoint_is_resumed_with_its_own_settings_only(tmp_path):
     folder = tmp_path / "quickstart" / "checkpoints"
     folder.mkdir(parents=True)
-    settings = yaml_mapping(dump(load("quickstart")))
-    del settings["sync_once_at"], settings["federation"]["norm_bound"]
-    Checkpoints(folder, 1, write(settings)).write(a_checkpoint())
+    Checkpoints(folder, 1, dump(load("quickstart"))).write(a_checkpoint())
     resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)
     assert resumed is not None
     assert resumed[1].step == a_checkpoint().step

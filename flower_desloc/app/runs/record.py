@@ -62,7 +62,7 @@ class RunRecord:
 
     @cached_property
     def schedule(self) -> SyncSchedule:
-        """The schedule, from the summary: an older configuration may no longer be valid."""
+        """The schedule."""
         return schedule_of(self.summary)
 
     @property
@@ -81,7 +81,7 @@ class RunRecord:
     @property
     def averaged(self) -> str:
         """The schedule of each stream in words."""
-        delay = self.summary["config"].get("sync_delay", 0)
+        delay = self.summary["config"]["sync_delay"]
         return f"averaged: {schedule_text(self.schedule, delay)}"
 
     @property

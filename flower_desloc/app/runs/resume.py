@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from flower_desloc.app.config import Config, ConfigError, dump, parse
+from flower_desloc.app.config import Config, ConfigError, dump
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.yaml12 import YAMLError
 from flower_desloc.app.runs.copy import fetched, is_url
@@ -24,7 +24,7 @@ _MAY_DIFFER = {
     *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
     *("run.trackers", "run.track_model", "run.metrics_port", "run.copy_to"),
     *("simulation.client_cpus", "simulation.client_gpus"),
-    *("federation.min_clients", "federation.fraction_train", "federation.on_failure"),
+    *("federation.min_clients", "federation.on_failure"),
     *("federation.timeout", "federation.grace", "federation.repeats"),
     *("federation.data_address", "privacy.epsilon", "privacy.delta"),
 }
@@ -166,15 +166,7 @@ def _read(file: Path) -> Checkpoint:
 
 
 def _require_same(config: Config, settings: str, file: Path) -> None:
-    try:
-        # Parsed, so that settings which are newer than the checkpoint have their defaults.
-        written = dump(parse(settings))
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{file} was written under settings that this version does not have: {error}; start a "
-            "new run with run.init_from"
-        ) from error
-    ours, theirs = (flat(yaml_mapping(text)) for text in (dump(config), written))
+    ours, theirs = (flat(yaml_mapping(text)) for text in (dump(config), settings))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     other += [key for key in _ON_OR_OFF if (ours.get(key) is None) != (theirs.get(key) is None)]

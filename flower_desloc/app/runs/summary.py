@@ -42,8 +42,7 @@ def known_from(config: Config, steps: int = 0, sizes: Mapping[str, int] | None =
 def schedule_of(summary: Mapping[str, Any]) -> SyncSchedule:
     """Return the schedule of a run from its summary."""
     stated = summary["config"]
-    names = (each.name for each in fields(SyncSchedule))
-    return SyncSchedule(**{name: stated[name] for name in names if name in stated})
+    return SyncSchedule(**{each.name: stated[each.name] for each in fields(SyncSchedule)})
 
 
 def build(
