@@ -9,7 +9,10 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import typer
 from mkdocs.structure.files import File, Files
+
+from flower_desloc.app import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -19,6 +22,8 @@ PAGES = (
         for page in ("README", "paper", "ladder", "theorem", "thin-links", "toy")
     ),
 )
+cli.command = typer.main.get_command(cli.app)  # type: ignore[attr-defined]  # for mkdocs-click
+
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
