@@ -1,7 +1,7 @@
 """The ServerApp: configuration -> strategy -> training -> the run's folder."""
 
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import INFO, WARNING
 from pathlib import Path
@@ -37,7 +37,7 @@ from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_by_group
-from flower_desloc.core.streams import BUFFERS, check_like, digest, install
+from flower_desloc.core.streams import BUFFERS, check_like, digest, named_tensors
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
@@ -109,12 +109,12 @@ def _run(grid: Grid, context: Context) -> None:
         )
 
         def save(path: Path) -> None:
-            install(model, from_record(strategy.state.model()))
-            task.save(model, path)
+            with _having(model, strategy.state.model()):
+                task.save(model, path)
 
         strategy.start(
             grid,
-            to_record(params),
+            _moved(model, params),
             train_config=ConfigRecord({"settings": dump(config), **required_alike(task, model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             observer=recorder,
@@ -257,6 +257,32 @@ def _warn_if_unbounded(config: Config, model: nn.Module) -> None:
             )
 
 
+def _moved(model: nn.Module, params: dict[str, Tensor]) -> ArrayRecord:
+    """Return the model's parameters; the model has none until ``_having``."""
+    record = to_record(params)
+    params.clear()
+    _empty(model, record)
+    return record
+
+
+@contextmanager
+def _having(model: nn.Module, arrays: ArrayRecord) -> Iterator[None]:
+    """Let the model have these tensors inside the block, and no memory for them outside it."""
+    own = named_tensors(model)
+    for key, tensor in from_record(arrays).items():
+        own[key].data = tensor.clone()
+    try:
+        yield
+    finally:
+        _empty(model, arrays)
+
+
+def _empty(model: nn.Module, names: Iterable[str]) -> None:
+    own = named_tensors(model)
+    for key in names:
+        own[key].data = own[key].new_empty([0] * own[key].ndim)  # groups may ask its dimensions
+
+
 def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
     device = default_device()
     task = build_task(config)
@@ -264,12 +290,13 @@ def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal device
         del server_round
-        install(model, from_record(arrays))
-        while (by_domain := _totals(task, model, device)) is None:
-            log(
-                WARNING, "the model is evaluated on the CPU: the server's GPU has too little memory"
-            )
-            device = torch.device("cpu")
+        with _having(model, arrays):
+            while (by_domain := _totals(task, model, device)) is None:
+                log(
+                    WARNING,
+                    "the model is evaluated on the CPU: the server's GPU has too little memory",
+                )
+                device = torch.device("cpu")
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
         for domain, totals in by_domain.items():

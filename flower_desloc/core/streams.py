@@ -260,10 +260,15 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def install(module: nn.Module, tensors: Stream) -> None:
     """Copy ``tensors`` into the parameters and buffers of those names."""
-    named_buffers = {plain_name(key): buffer for key, buffer in module.named_buffers()}
-    own = {**parameters(module), **named_buffers}
+    own = named_tensors(module)
     for key, tensor in tensors.items():
         own[key].copy_(tensor)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's parameters and buffers."""
+    named_buffers = {plain_name(key): buffer for key, buffer in module.named_buffers()}
+    return {**parameters(module), **named_buffers}
 
 
 def trained(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -165,6 +165,15 @@ class Worker:
     data_version: Callable[[], str] | None = None
     """A short text that changes when the client's data does; the server warns of a change."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether its tensors change in its own calls only.
+
+        A loop of the user's own may change the module at any time, and other processes what they
+        share.
+        """
+        return self.loss_at is not own_loop and type(self).take is Worker.take
+
     def steps(self, start: int, stop: int, origin: int = 0) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop`` of the federation.
 

@@ -8,7 +8,7 @@ import io
 import math
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from flower_desloc.core.types import Stream
 from flower_desloc.flower.bundles import STYPE, unbundled
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+Bytes = bytes | memoryview
 
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
@@ -39,22 +40,40 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def to_record(stream: Stream) -> ArrayRecord:
-    """Return a copy of a stream as an ArrayRecord.
+class TensorArray(Array):
+    """An Array over a tensor's own memory, whose bytes are made only if they are asked for.
+
+    It is for a tensor that does not change before they are sent.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor = tensor.detach().cpu().contiguous()
+        self.dtype, self.shape, self.stype, values = _parts_of(tensor)
+        self.parts = values
+        """The bytes, in two pieces."""
+
+    @cached_property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The bytes in one piece."""
+        return b"".join(self.parts)
+
+
+def to_record(stream: Stream, *, copy: bool = True) -> ArrayRecord:
+    """Return a stream as an ArrayRecord, by default as a copy; otherwise of ``TensorArray``s.
 
     Raises ``TypeError`` for a tensor that no message can hold, such as one of float8 codes.
     """
-    arrays = {}
+    record = ArrayRecord()  # its constructor would make Arrays of TensorArrays
     for key, tensor in stream.items():
         try:
-            arrays[key] = to_array(tensor)
+            record[key] = to_array(tensor) if copy else TensorArray(tensor)
         except TypeError as error:
             raise TypeError(
                 f"{key!r} is of type {tensor.dtype}, which no message can hold; send what is "
                 "trained: to_record({name: p for name, p in model.named_parameters() "
                 "if p.requires_grad})"
             ) from error
-    return ArrayRecord(arrays)
+    return record
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
@@ -65,6 +84,8 @@ def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     arrays = arrays_of(record)
     stream = {key: from_array(array) for key, array in arrays.items()}
     for key, tensor in stream.items():
+        if isinstance(arrays[key], TensorArray):
+            continue
         # NumPy ignores trailing bytes; they were sent all the same.
         if (size := values_bytes(arrays[key])) != tensor.nbytes:
             raise ValueError(f"{key!r} came with {size} bytes for {tensor.nbytes} bytes of values")
@@ -90,15 +111,41 @@ def to_array(tensor: Tensor) -> Array:
 
     Raises ``TypeError`` for a type that NumPy does not have, other than bfloat16.
     """
-    tensor = tensor.detach().cpu().contiguous()
+    dtype, shape, stype, parts = _parts_of(tensor.detach().cpu().contiguous())
+    return Array(dtype, shape, stype, b"".join(parts))
+
+
+def plain(record: ArrayRecord) -> ArrayRecord:
+    """Return a record in which every ``TensorArray`` is a copy of it, as Flower sends it."""
+    return ArrayRecord(
+        {
+            key: Array(array.dtype, array.shape, array.stype, array.data)
+            if isinstance(array, TensorArray)
+            else array
+            for key, array in record.items()
+        }
+    )
+
+
+def data_of(array: Array) -> tuple[Bytes, ...]:
+    """Return the bytes of an array, in pieces."""
+    return array.parts if isinstance(array, TensorArray) else (array.data,)
+
+
+def num_bytes(array: Array) -> int:
+    """Return the number of bytes of an array."""
+    return sum(map(len, data_of(array)))
+
+
+def _parts_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str, tuple[Bytes, Bytes]]:
+    """Return type, shape, format and bytes of a tensor's Array."""
     if tensor.dtype == torch.bfloat16:
         values, dtype = tensor.view(torch.int16).numpy().view(_BFLOAT16), "bfloat16"
     else:
         values = tensor.numpy()
         dtype = str(values.dtype)
     header = _header(values.dtype.str, values.shape)
-    data = b"".join((header, values.reshape(-1).view(np.uint8).data))
-    return Array(dtype, values.shape, _NUMPY, data)
+    return dtype, values.shape, _NUMPY, (header, values.reshape(-1).view(np.uint8).data)
 
 
 def from_array(array: Array) -> Tensor:
@@ -109,6 +156,8 @@ def from_array(array: Array) -> Tensor:
 
     Raises ``ValueError`` when the values cannot be read.
     """
+    if isinstance(array, TensorArray):
+        return array.tensor
     try:
         tensor = _view(array)
         return _from_numpy(array.numpy()) if tensor is None else tensor

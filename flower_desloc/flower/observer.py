@@ -21,8 +21,8 @@ class ClientRecord:
     """One a step, as are the gradient norms (before clipping) and the learning rates."""
     grad_norms: list[float]
     learning_rates: list[float]
-    update_norm: float
-    """|x_stop - x_start| over the window."""
+    update_norm: float = 0.0
+    """Distance of its parameters from their last average; 0: they were not due."""
     param_norm: float
     """|x_stop|."""
     seconds: float
@@ -86,6 +86,8 @@ class Event:
     client: str
     """Its name; ``node N`` for a node that never sent one; empty where no client is meant."""
     what: str
+    evaluation: bool = False
+    """Whether it was left out of the evaluation, and not of the averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,6 @@ class WindowRecord:
     """Evaluated on the server, by domain."""
     federated: EvaluationRecord | None = None
     """Evaluated on the clients, by client."""
-    not_evaluated: Mapping[str, str] = field(default_factory=dict)
-    """Client name -> why its evaluation is not in ``federated``."""
     events: Sequence[Event] = ()
     """In the order in which they happened, including those of every repeat of the window."""
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, MetricRecordValues, RecordDict
 
+from flower_desloc.core.averaging import update_lengths
 from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.streams import check_like, finite_ends
@@ -77,9 +78,12 @@ class WindowReply:
     metrics: Metrics
     streams: Streams = field(default_factory=dict)
 
-    def to_content(self, *, bundles: bool = False) -> RecordDict:
-        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
-        records = {name: to_record(stream) for name, stream in self.streams.items()}
+    def to_content(self, *, bundles: bool = False, beside: bool = False) -> RecordDict:
+        """Return the records of the reply, its small arrays in ``bundles`` or one by one.
+
+        What travels ``beside`` it is not copied.
+        """
+        records = {name: to_record(s, copy=not beside) for name, s in self.streams.items()}
         if bundles:
             records = {name: bundled(record) for name, record in records.items()}
         return RecordDict({METRICS: MetricRecord(plain_numbers(self.metrics)), **records})
@@ -116,6 +120,14 @@ class Contribution:
     record: ClientRecord
     is_new: bool
     """Whether it had no state of an earlier window."""
+    lengths: Mapping[str, float] = field(default_factory=dict)
+    """By stream, how long its update is (``update_lengths``)."""
+
+    def measured(self, last: Streams, kinds: Kinds) -> Self:
+        """Return it with the lengths of its updates since the ``last`` averages."""
+        lengths = update_lengths(self.streams, last, kinds)
+        norm = in_range(lengths.get(PARAMS, 0.0))
+        return replace(self, lengths=lengths, record=replace(self.record, update_norm=norm))
 
     @classmethod
     def of(
@@ -252,7 +264,6 @@ def client_record(metrics: Metrics, steps: int) -> ClientRecord:
         losses=several("losses"),
         grad_norms=several("grad-norms"),
         learning_rates=several("learning-rates"),
-        update_norm=one("update-norm"),
         param_norm=one("param-norm"),
         seconds=seconds if least <= seconds <= most else 0.0,
         steps=int(taken) if 1 <= taken <= steps else 0,

@@ -205,6 +205,7 @@ class ServerState:
     def _encode(self, name: str, stream: Stream) -> None:
         format_ = self.formats.get(name)
         if format_ is None:
+            self.averages.pop(name, None)  # free its memory first
             self.averages[name] = to_record(stream)
             return
         before = self.average(PARAMS) if name == PARAMS else None

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Averager, update_lengths
+from flower_desloc.core.averaging import Averager
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import NormBound, averager
@@ -141,7 +141,6 @@ class DesLoc(Strategy):
         """Log what this strategy will do."""
         log_schedule(self.title, self.schedule, self.num_steps, self.run_key)
 
-    @exits_as_errors()
     def start(  # type: ignore[override]  # Flower's carries one set of arrays, averaged every round
         self,
         grid: Grid,
@@ -187,7 +186,7 @@ class DesLoc(Strategy):
         """
         train_config, result = train_config or ConfigRecord(), Result()
         self.summary()
-        with carrier(self, grid) as self.carrier:
+        with exits_as_errors(), carrier(self, grid) as self.carrier:
             open_run(self, grid, initial_arrays, train_config, observer, hooks)
             del initial_arrays  # it would be kept for the whole run
             first = self.resume.round + 1 if self.resume else 0
@@ -236,11 +235,11 @@ class DesLoc(Strategy):
         del server_round
         now, state = self.loop.round, self.state
         last = state.last_averages(now.window.due)
-        mean, bound = self._averager(last), self._norm_bound(last)
+        mean, bound = self._averager(last), self._norm_bound()
         added: list[Member] = []
         for message in replies:
             with self.loop.timed("averaging"), self.loop.leaving_out(message) as member:
-                added += self._add(mean, bound.judge(self._usable(member, message)))
+                added += self._add(mean, bound.judge(self._usable(member, message, last)))
             del message  # free its memory before the next one is received
         with self.loop.timed("averaging"):
             added += self._add(mean, bound.rest())
@@ -251,7 +250,7 @@ class DesLoc(Strategy):
             averages = mean.result()
             state.lengths |= bound.medians()
             now.drift = mean.drift(averages)
-            del mean  # publish frees a stream's memory once it is encoded
+            del mean, bound, last  # publish frees a stream's memory once it is encoded
             state.publish(averages, now.window, now.drift, self.schedule.resets)
         has_params = state.versions[PARAMS] == now.window.stop
         return state.averages[PARAMS] if has_params else None, trained(now.clients)
@@ -267,14 +266,13 @@ class DesLoc(Strategy):
         """Return what averages the replies of a window; ``last`` are the averages before it."""
         return averager(self.policy.average, last, trim=self.policy.trim)
 
-    def _norm_bound(self, last: Streams) -> NormBound[Usable]:
+    def _norm_bound(self) -> NormBound[Usable]:
         """Return what finds the replies with a much longer update than the others'."""
         is_used = self.has_bound and len(self.loop.round.asked) > 1
         bound = self.policy.bound_of_norms if is_used else None
-        kinds, before = self.state.kinds, self.state.lengths
-        return NormBound(bound, lambda it: update_lengths(it[1].streams, last, kinds), before)
+        return NormBound(bound, lambda it: it[1].lengths, self.state.lengths)
 
-    def _usable(self, member: Member, message: Message) -> Usable:
+    def _usable(self, member: Member, message: Message, last: Streams) -> Usable:
         """Read a reply; raises ``ValueError`` saying why it cannot be used."""
         reply = Contribution.of(
             WindowReply.of(message),
@@ -284,6 +282,8 @@ class DesLoc(Strategy):
             kinds=self.state.kinds,
             takes_part=self.policy.min_steps < 1,
         )
+        if self.has_bound or PARAMS in last:
+            reply = reply.measured(last, self.state.kinds)
         return member, reply, self.weighting.of(member, reply)
 
     def _add(self, mean: Averager, judged: Iterable[tuple[Usable, str]]) -> list[Member]:
@@ -309,8 +309,8 @@ class DesLoc(Strategy):
         """Run one window, repeating it until the quorum has been averaged."""
 
         def attempt() -> MetricRecord | None:
-            number, params = self.loop.round.number, self.state.averages[PARAMS]
-            requests = self.configure_train(number, params, config, grid)
+            number = self.loop.round.number
+            requests = self.configure_train(number, self.state.averages[PARAMS], config, grid)
             return self.aggregate_train(number, self.requests.ask(requests))[1]
 
         return self.loop.until_quorum(attempt)

@@ -212,7 +212,6 @@ def open_window(
     metrics: dict[str, int | float | list[int] | list[float]] = {
         **_measured(worker, request, window.measured),
         "learning-rates": window.measured.learning_rates,
-        "update-norm": distance(streams[PARAMS], start.streams[PARAMS]),
         "param-norm": distance(streams[PARAMS]),
         "steps": steps,
     }
@@ -251,9 +250,7 @@ def open_window(
         checkpoint=request.checkpoint,
         loop_state=window.loop_state,
     )
-    # A loop of the user's own may go on to change the module, and other processes what they share.
-    unchanged = worker.loss_at is not own_loop and type(worker).take is Worker.take
-    files.write(state, for_resume=request.for_resume, unchanged=unchanged)
+    files.write(state, for_resume=request.for_resume, unchanged=worker.rests)
     window.answer = WindowReply(metrics=metrics, streams=due)
 
 

@@ -11,7 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from flower_desloc.flower.arrays import from_array, from_record, to_array, to_record, values_bytes
+from flower_desloc.flower.arrays import (
+    data_of,
+    from_array,
+    from_record,
+    num_bytes,
+    plain,
+    to_array,
+    to_record,
+    values_bytes,
+)
 from flower_desloc.flower.bundles import bundled
 
 DTYPES = [
@@ -74,6 +83,18 @@ def test_an_array_does_not_follow_later_changes_of_its_tensor():
     before, array = value.clone(), to_array(value)
     value.zero_()
     assert same(from_array(array), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_array_over_a_tensor_is_the_one_that_would_be_sent_and_no_copy(shape, dtype):
+    value = tensor(shape, dtype)
+    copied, over = to_record({"w": value})["w"], to_record({"w": value}, copy=False)
+    assert b"".join(data_of(over["w"])) == copied.data
+    assert num_bytes(over["w"]) == len(copied.data)
+    assert from_record(over)["w"] is over["w"].tensor  # type: ignore[attr-defined]
+    assert over["w"].tensor.data_ptr() == value.data_ptr()  # type: ignore[attr-defined]
+    assert plain(over)["w"] == copied  # dtype, shape, stype and every byte
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -91,6 +91,21 @@ def test_weights_are_the_same_over_either(tmp_path, options):
         assert ours.events == theirs.events == []
 
 
+def test_weights_are_the_same_where_large_requests_are_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(at_site, "_LARGE", 0)
+    folders = []
+    mapped = body.mapped
+
+    def noting(rows, folder):
+        folders.append(folder)
+        return mapped(rows, folder)
+
+    monkeypatch.setattr(body, "mapped", noting)
+    beside = trained(tmp_path / "a", free_address())
+    assert len({*folders}) == 2  # the clients' and the server's
+    assert equal(beside, trained(tmp_path / "b", None))
+
+
 def test_a_site_that_cannot_reach_the_server_is_sent_messages(tmp_path, monkeypatch):
     connected = at_site._connected
 

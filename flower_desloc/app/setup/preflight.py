@@ -72,7 +72,8 @@ class Needs:
     @cached_property
     def schedule(self) -> SyncSchedule:
         """When each stream is averaged."""
-        return build_schedule(self.config)
+        saved = [BUFFERS] if buffers(self.model) else []
+        return build_schedule(self.config, [*self._by_stream, *saved])
 
     @cached_property
     def weights(self) -> int:
@@ -168,7 +169,6 @@ class Needs:
         outer = {"none": 0, "sgd": 1, "adam": 2}[self.config.outer.name] * self.gradients
         return {
             "Python": _SERVER,
-            "weights": self.weights,
             "averages": self._averaged,
             "the next averages": due,
             "replies": replies * due,  # decoded

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_desloc.app.runs.folder import append
-from flower_desloc.flower.arrays import arrays_of
+from flower_desloc.flower.arrays import arrays_of, num_bytes
 
 AUDIT_LOG = "audit-log"
 """Key of the node config: the file."""
@@ -49,7 +49,7 @@ def _content(content: RecordDict) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            size = sum(len(array.data) for array in record.values())
+            size = sum(map(num_bytes, record.values()))
             told[name] = {"tensors": len(arrays_of(record)), "bytes": size}
         else:
             told[name] = {key: _plain(value) for key, value in record.items()}

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import lru_cache
 from logging import WARNING
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from flower_desloc.flower.arrays import records_of
+from flower_desloc.flower.arrays import plain, records_of
 from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.client_state import state_folder
 from flower_desloc.flower.flight import body
 from flower_desloc.flower.flight.body import BY_MESSAGE, FLIGHT
 from flower_desloc.flower.internals import log
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from flower_desloc.flower.flight.transfer import TensorClient
 
 T = TypeVar("T")
+
+_LARGE = 256 << 20
+"""Bytes of a request's arrays above which they are in a file, and memory of the kernel's: they are
+kept to the end of the window, to tell a batch that is not finite from training that diverges."""
 
 
 def arrays_by_flight(
@@ -35,8 +41,7 @@ def arrays_by_flight(
     is_greeting = message.metadata.message_type == HELLO
     why = ""
     try:
-        for name, fetched in _fetched(record).items():
-            message.content[name] = fetched
+        message.content.update(_fetched(record, state_folder(context)))
     except (ImportError, RuntimeError) as error:
         why = _reason(record, error)
         if not is_greeting:
@@ -53,11 +58,12 @@ def arrays_by_flight(
     return reply
 
 
-def _fetched(record: ConfigRecord) -> dict[str, ArrayRecord]:
+def _fetched(record: ConfigRecord, folder: Path) -> dict[str, ArrayRecord]:
     from flower_desloc.flower.flight.transfer import Parts, TransferError
 
     rows = body.rows_from_json(_value(record, "arrays", bytes))
-    data = body.memory(rows)
+    is_large = sum(row[-1] for row in rows) > _LARGE
+    data = body.mapped(rows, folder) if is_large else body.memory(rows)
     try:
         _client(record).get(_value(record, "get", str), Parts(data))
         if body.digest(_value(record, "key", bytes), data) != record["digest"]:
@@ -86,9 +92,9 @@ def _send(
             about["digest"] = body.digest(_value(record, "put-key", bytes), data)
             for name in arrays:
                 del reply.content[name]
-    if "digest" not in about and bundles:
+    if "digest" not in about:
         for name, each in arrays.items():
-            reply.content[name] = bundled(each)
+            reply.content[name] = bundled(plain(each)) if bundles else plain(each)
     reply.content[FLIGHT] = about
 
 

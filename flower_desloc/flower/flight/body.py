@@ -18,7 +18,7 @@ from flower_desloc.core.compression import coded_bytes
 from flower_desloc.core.formats import Format
 from flower_desloc.core.kinds import Kinds, kind_of
 from flower_desloc.core.types import Streams
-from flower_desloc.flower.arrays import stated
+from flower_desloc.flower.arrays import data_of, num_bytes, stated
 from flower_desloc.flower.internals import log
 
 FLIGHT: Final = "flight"
@@ -37,7 +37,7 @@ _KEY = 32  # bytes
 def rows_of(records: Mapping[str, ArrayRecord]) -> list[Row]:
     """Return what each array is."""
     return [
-        (stream, name, a.dtype, tuple(a.shape), a.stype, len(a.data))
+        (stream, name, a.dtype, tuple(a.shape), a.stype, num_bytes(a))
         for stream, record in records.items()
         for name, a in record.items()
     ]
@@ -74,12 +74,14 @@ def rows_from_json(text: bytes) -> list[Row]:
 
 
 def views(rows: Iterable[Row], records: Mapping[str, ArrayRecord]) -> list[memoryview] | None:
-    """Return the data of the arrays in the order of ``rows``; None if they are other arrays."""
+    """Return the bytes of the arrays in the order of ``rows``; None if they are other arrays."""
     found = {row[:2]: row for row in rows_of(records)}
     rows = list(rows)
     if len(found) != len(rows) or any(found.get(row[:2]) != row for row in rows):
         return None
-    return [memoryview(records[stream][name].data) for stream, name, *_ in rows]
+    return [
+        memoryview(piece) for stream, name, *_ in rows for piece in data_of(records[stream][name])
+    ]
 
 
 def memory(rows: Iterable[Row]) -> list[memoryview]:
@@ -101,7 +103,7 @@ def mapped(rows: Iterable[Row], folder: Path) -> list[memoryview]:
             os.posix_fallocate(file.fileno(), 0, length)  # or a full disk would be a SIGBUS
             whole = mmap.mmap(file.fileno(), length)
     except OSError as error:
-        log(WARNING, "a reply is held in memory, not in %s: %s", folder, error)
+        log(WARNING, "tensors are held in memory, not in %s: %s", folder, error)
         whole = _anonymous(length)
     return _cut(rows, whole)
 

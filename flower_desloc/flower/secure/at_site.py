@@ -161,7 +161,7 @@ def _shown(metrics: MetricRecord) -> MetricRecord:
     """Return what is sent of the metrics of a window."""
     shown = MetricRecord({name: metrics[name] for name in _SHOWN if name in metrics})
     shown["num-examples"] = 1
-    for hidden in ("train-loss", "update-norm", "param-norm"):
+    for hidden in ("train-loss", "param-norm"):
         shown[hidden] = math.nan
     return shown
 
