@@ -16,6 +16,7 @@ last client + all the others together were left out, over all seeds.
 """
 
 import logging
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -183,6 +184,8 @@ def main(seeds: int = 3, json: Path | None = None) -> None:
 
 def _cell(runs: list[tuple[float, int, int]]) -> str:
     losses, last, others = zip(*runs, strict=True)
+    if not all(map(math.isfinite, losses)):
+        return "diverged"
     spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
     out = f", left out {sum(last)} + {sum(others)}" if sum(last) + sum(others) else ""
     return f"{statistics.fmean(losses):.3f}{spread}{out}"

@@ -5,7 +5,7 @@ that outlives a message can take them early. They are no state: the state file i
 after which the streams were sent, and a client that has lost these steps, or never took them, takes
 them in the window itself, to the same bits.
 
-``delayed_window`` wraps a window of such a run; no other passes through this module.
+``delayed_window`` wraps a window of such a run; any other is ``open_window`` alone.
 """
 
 import time

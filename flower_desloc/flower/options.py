@@ -91,7 +91,7 @@ def check_options(
         stated[f"federation.{field.name}"] = None if is_default else value
     for excluded in (*strategy.excludes, *([BY_RESETS] if schedule.resets else [])):
         for key in excluded.keys:
-            if stated[key]:
+            if stated.get(key):  # others are settings that a strategy has not
                 argument = _ARGUMENTS.get(key, key).replace("federation.", "policy.")
                 raise ValueError(f"{argument}={stated[key]}: {excluded.why}; leave it out")
     if strategy.must_average not in schedule.periods:

@@ -12,8 +12,9 @@ from flower_desloc.flower.internals import log
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _OF_EVERY_CLIENT = re.compile(
-    r"(\w+: )?(parameter '|(task|strategy|sync\w*|(compression|data|evaluation|federation|"
-    r"lr_schedule|model|optimizer|outer|privacy|run|simulation|sync)\.[a-z_.]+)[=:])"
+    r"(\w+: )?(parameter '|(task\w*|strategy|sync\w*|(compression|data|evaluation|federation|"
+    r"lr_schedule|model|optimizer|outer|privacy|run|simulation|strategy_options|sync|task_options)"
+    r"\.[a-z_.\[\]0-9]+)[=:])"
 )
 """Begins an error that names a setting of the run, or a parameter of the model."""
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from flower_desloc.core.states import State
 
 Family = Literal["Adam", "ADOPT", "other"]
-"""Optimizers for which the same periods were measured to do."""
+"""Optimizers that share measured rules for their periods."""
 
 
 @dataclass(frozen=True, kw_only=True)

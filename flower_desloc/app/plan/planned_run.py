@@ -42,7 +42,7 @@ class PlannedRun:
     name: str
     optimizer: str
     family: Family
-    """Whose measured rules apply (``app.plan.rules``)."""
+    """Of the optimizer; its betas may lead to other rules (``app.plan.rules.family``)."""
     num_params: float
     streams: tuple[PlannedStream, ...]
     schedule: SyncSchedule

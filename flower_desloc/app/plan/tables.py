@@ -201,7 +201,7 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
             style="bold" if method is run.desloc else None,
         )
         if method is run.desloc and run.delay and topology is Topology.STAR:
-            table.add_row(f"  late by {run.delay}", *cells(run.late_waiting()), style="bold")
+            table.add_row(f"  sync_delay={run.delay}", *cells(run.late_waiting()), style="bold")
     return table
 
 
