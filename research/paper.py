@@ -178,6 +178,7 @@ FAIR = {
     "IID": "fair_methods_iid",
     "by domain": "fair_methods_by_domain",
     "IID, K = 64": "fair_methods_k64",
+    "by domain, K = 64": "fair_methods_k64_by_domain",
 }
 """Studies by what their data are."""
 
@@ -197,6 +198,16 @@ def methods(studies: Mapping[str, str], baseline: str) -> Table:
             rows.append([*row, "" if one is local else gap.interval, f"{share:.3g}"])
     heads = ["data", "method", "rate", "seeds", "loss", f"above {baseline}, %"]
     return Table([*heads, f"bytes, {baseline}'s being 1"], rows)
+
+
+def outer_steps() -> Table:
+    """Return the loss of DiLoCo and MuLoCo by their outer steps, on a spare seed."""
+    found = json.loads((RESULTS / "outer_rates.json").read_text())["cells"]
+    names = list(dict.fromkeys(one["method"] for one in found))
+    losses = {(one["outer"], one["method"]): f"{one['mean']:.4f}" for one in found}
+    outers = dict.fromkeys(outer for outer, _ in losses)
+    rows = [[outer, *(losses[outer, name] for name in names)] for outer in outers]
+    return Table(["outer steps", *(f"loss of {name}" for name in names)], rows)
 
 
 def clock() -> Table:
@@ -239,6 +250,7 @@ TABLES: dict[str, Draw] = {
     "compression": formats,
     "fair_rates": baseline,
     "fair_methods": partial(methods, FAIR, "Local"),
+    "fair_outer": outer_steps,
     "fair_muon": partial(methods, {"IID": "muon_iid", "by domain": "muon_by_domain"}, "AdamW"),
     "wall_clock": clock,
 }
