@@ -202,7 +202,8 @@ def methods(studies: Mapping[str, str], baseline: str) -> Table:
 
 def outer_steps() -> Table:
     """Return the loss of DiLoCo and MuLoCo by their outer steps, on a spare seed."""
-    found = json.loads((RESULTS / "outer_rates.json").read_text())["cells"]
+    study = "outer_rates"
+    found = json.loads((RESULTS / f"{study}.json").read_text())["cells"]
     names = list(dict.fromkeys(one["method"] for one in found))
     losses = {(one["outer"], one["method"]): f"{one['mean']:.4f}" for one in found}
     outers = dict.fromkeys(outer for outer, _ in losses)
