@@ -160,7 +160,7 @@ def formats() -> Table:
 
 def baseline() -> Table:
     """Return the loss of Local AdamW by betas and decay, each at its best rate."""
-    found = json.loads((RESULTS / "fair_rates.json").read_text())["cells"]
+    found = study_cells("fair_rates")
     place = next(
         one["scores"] for one in found if (one["betas"], one["decay"]) == ("0.9 0.95", "0.1")
     )
@@ -183,15 +183,19 @@ FAIR = {
 """Studies by what their data are."""
 
 
+def study_cells(study: str) -> list[dict[str, Any]]:
+    """Return the cells of a study's results."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{study}.json").read_text())["cells"]
+    return found
+
+
 def methods(studies: Mapping[str, str], baseline: str) -> Table:
     """Return each method of some studies at its best rate, compared with ``baseline``."""
     rows = []
     for data, study in studies.items():
-        path = RESULTS / f"{study}.json"
-        found = json.loads(path.read_text())["cells"] if path.exists() else []
-        local = next((one for one in found if one["method"] == baseline), None)
+        found = study_cells(study)
+        local = next(one for one in found if one["method"] == baseline)
         for one in found:
-            assert local is not None
             gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
             share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
             row = [data, one["method"], f"{one['tuned']:.2g}", one["seeds"], f"{one['mean']:.4f}"]
@@ -202,8 +206,7 @@ def methods(studies: Mapping[str, str], baseline: str) -> Table:
 
 def outer_steps() -> Table:
     """Return the loss of DiLoCo and MuLoCo by their outer steps, on a spare seed."""
-    study = "outer_rates"
-    found = json.loads((RESULTS / f"{study}.json").read_text())["cells"]
+    found = study_cells("outer_rates")
     names = list(dict.fromkeys(one["method"] for one in found))
     losses = {(one["outer"], one["method"]): f"{one['mean']:.4f}" for one in found}
     outers = dict.fromkeys(outer for outer, _ in losses)
