@@ -41,16 +41,14 @@ with warnings.catch_warnings():
 
 
 class TensorArray(Array):
-    """An Array over a tensor's own memory, whose bytes are made only if they are asked for.
+    """An Array over a tensor's own memory, whose ``data`` is joined of its ``parts`` when used.
 
-    It is for a tensor that does not change before they are sent.
+    It is for a tensor that does not change before the array is sent.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor = tensor.detach().cpu().contiguous()
-        self.dtype, self.shape, self.stype, values = _parts_of(tensor)
-        self.parts = values
-        """The bytes, in two pieces."""
+        self.dtype, self.shape, self.stype, self.parts = _parts_of(tensor)
 
     @cached_property
     def data(self) -> bytes:  # type: ignore[override]
@@ -119,9 +117,7 @@ def plain(record: ArrayRecord) -> ArrayRecord:
     """Return a record in which every ``TensorArray`` is a copy of it, as Flower sends it."""
     return ArrayRecord(
         {
-            key: Array(array.dtype, array.shape, array.stype, array.data)
-            if isinstance(array, TensorArray)
-            else array
+            key: to_array(array.tensor) if isinstance(array, TensorArray) else array
             for key, array in record.items()
         }
     )

@@ -144,7 +144,7 @@ class DesLocClient(ClientApp):
     def _train(self, message: Message, context: Context) -> Message:
         """Answer by the worker's ``loss_at``: with the due streams, or with a gradient."""
         request, worker, files = self._receive(message, context)
-        bundles, beside = request.bundles, request.beside and worker.rests
+        bundles, copy = request.bundles, not (request.by_flight and worker.rests)
         if request.due == {GRADIENTS}:
             answer = window_gradient(worker, request, files)
         else:
@@ -152,7 +152,7 @@ class DesLocClient(ClientApp):
                 window.train()
             answer = window.answer
         del request
-        content = answer.to_content(bundles=bundles, beside=beside)
+        content = answer.to_content(bundles=bundles, copy=copy)
         return Message(content, reply_to=message)
 
     def _evaluate(self, message: Message, context: Context) -> Message:

@@ -84,8 +84,8 @@ class WindowRequest:
     """Version of the parameters before their last average; -1: none."""
     bundles: bool = False
     """Whether the reply may pack its small arrays into bundles."""
-    beside: bool = False
-    """Whether the reply's arrays travel beside it, before the next message."""
+    by_flight: bool = False
+    """Whether the reply's arrays travel by Arrow Flight; they are sent before the next message."""
     config: Settings = field(default_factory=dict)
 
     @property
@@ -122,7 +122,7 @@ class WindowRequest:
                 "differences": sorted(self.differences),
                 "previous-version": self.previous_version,
                 "bundles": self.bundles,
-                "beside": self.beside,
+                "by-flight": self.by_flight,
             }
         )
         streams = {name: to_record(stream) for name, stream in self.streams.items()}
@@ -162,7 +162,7 @@ class WindowRequest:
             differences=frozenset(_values(config, "differences", str)),
             previous_version=_value(config, "previous-version", int),
             bundles=_value(config, "bundles", bool),
-            beside=_value(config, "beside", bool),
+            by_flight=_value(config, "by-flight", bool),
             streams=streams_of(content),
             config={
                 key: value

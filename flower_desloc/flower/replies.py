@@ -78,12 +78,9 @@ class WindowReply:
     metrics: Metrics
     streams: Streams = field(default_factory=dict)
 
-    def to_content(self, *, bundles: bool = False, beside: bool = False) -> RecordDict:
-        """Return the records of the reply, its small arrays in ``bundles`` or one by one.
-
-        What travels ``beside`` it is not copied.
-        """
-        records = {name: to_record(s, copy=not beside) for name, s in self.streams.items()}
+    def to_content(self, *, bundles: bool = False, copy: bool = True) -> RecordDict:
+        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
+        records = {name: to_record(stream, copy=copy) for name, stream in self.streams.items()}
         if bundles:
             records = {name: bundled(record) for name, record in records.items()}
         return RecordDict({METRICS: MetricRecord(plain_numbers(self.metrics)), **records})

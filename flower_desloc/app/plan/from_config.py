@@ -208,7 +208,7 @@ def _betas(optimizer: Optimizer, name: str) -> list[float]:
 
 def _ceiling(config: Config, parts: _Parts, name: str, rho: float | None) -> float | None:
     """Return the bound on a state's values; None if that of an optimizer has none."""
-    found = [_own_ceiling(config, *part, name, rho) for part in parts if _may_have(part[1], name)]
+    found = [_part_ceiling(config, *part, name, rho) for part in parts if _may_have(part[1], name)]
     known = [ceiling for ceiling in found if ceiling is not None]
     return max(known) if known and len(known) == len(found) else None
 
@@ -223,7 +223,7 @@ def _has_own_ceiling(parts: _Parts, name: str) -> bool:
     return bool(found) and all(state is not None and state.ceiling is not None for state in found)
 
 
-def _own_ceiling(
+def _part_ceiling(
     config: Config, described: Description, optimizer: Optimizer, name: str, rho: float | None
 ) -> float | None:
     state = states_of(optimizer).get(name)

@@ -83,7 +83,7 @@ class TerminalView:
         self.replay(line)
         step = f"step {line['step']:{len(str(self._run.num_steps))}}/{self._run.num_steps}"
         for event in line["events"]:
-            if event["kind"] != "joined":  # that is told when it happens
+            if event["kind"] != "joined":  # printed when it happens
                 who = f"{event['client']}: " if event["client"] else ""
                 who += "evaluation: " if event["evaluation"] else ""
                 # A client's error may contain its traceback.

@@ -121,7 +121,7 @@ class Carrier:
         config["bundles"] = False
         if rows is not None:
             self._take(record, opened, node, _Upload(rows, body.new_key()))
-            config["beside"] = True
+            config["by-flight"] = True
         for name in arrays:
             del message.content[name]
         message.content[FLIGHT] = record
