@@ -23,17 +23,16 @@ from flower_desloc.app.setup.build import (
     build_flower_strategy,
     build_optimizer,
     build_outer,
-    build_schedule,
-    build_streams,
-    stream_kinds,
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.meta_model import task_errors
 from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import Preflight
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
+from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_by_group
@@ -74,11 +73,11 @@ def _run(grid: Grid, context: Context) -> None:
         log(INFO, OF_MODEL_CONFIG)
     task = build_task(config)
     model = task.build_model()
-    streams = build_streams(config, model)
+    configured = RunStreams(config)
+    streams = configured.initial(model)
     params = streams.pop(PARAMS)
     _check_buffers(config, streams)
-    schedule = build_schedule(config, [PARAMS, *streams])
-    schedule.require([PARAMS, *streams], config.optimizer.title)
+    schedule = configured.schedule_of([PARAMS, *streams])
     _warn_if_unbounded(config, model)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
@@ -98,6 +97,7 @@ def _run(grid: Grid, context: Context) -> None:
         strategy = _strategy(
             config,
             schedule,
+            configured.kinds,
             outer=build_outer(config, model),
             templates=streams,
             metrics=task.metrics,
@@ -182,6 +182,7 @@ def _begin_with(
 def _strategy(
     config: Config,
     schedule: SyncSchedule,
+    kinds: Kinds,
     *,
     outer: OuterOptimizer | None,
     checkpoints: Checkpoints,
@@ -205,7 +206,7 @@ def _strategy(
             options |= {
                 "outer": outer,
                 "formats": config.compression,
-                "kinds": stream_kinds(config),
+                "kinds": kinds,
             }
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
             if config.privacy.secure_aggregation:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from flower_desloc import Clipping, DesLoc, MultiOptimizer, SyncSchedule
 from flower_desloc.app.config import ConfigError, load
-from flower_desloc.app.setup.build import build_outer, build_schedule, check_streams
+from flower_desloc.app.setup.build import build_outer
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import check_optimizer
@@ -38,7 +39,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 def test_the_presets_have_the_periods_of_their_methods():
     def periods(name: str) -> dict[str, Any]:
-        return dict(build_schedule(load(name)).periods)
+        return dict(RunStreams(load(name)).schedule.periods)
 
     k = periods("quickstart")[PARAMS]
     assert periods("quickstart") == {PARAMS: k, "exp_avg": 3 * k, "exp_avg_sq": 6 * k}
@@ -257,7 +258,7 @@ class Bowls(Still):
 def test_scaffold_keeps_no_state_that_a_window_would_lose():
     names = check_optimizer(lambda params: Scaffold(params, lr=0.1), 3, 2)
     assert names == (PARAMS, "control", "own_control", "correction")
-    check_streams(load("scaffold"))
+    RunStreams(load("scaffold")).check()
 
 
 # ------------------------------------------------------------------- Joins, leaves, ad-hoc averages

@@ -10,7 +10,7 @@ from own_code import EXAMPLES
 from client_app.worker import RunParts
 from flower_desloc.app.config import ConfigError, dump, load, parse
 from flower_desloc.app.config.imports import IMPORT_FROM
-from flower_desloc.app.setup.build import check_streams
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import build_task
 
 pytestmark = pytest.mark.usefixtures("in_the_examples")
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 )
 def test_what_cannot_be_is_said_in_a_sentence_that_names_the_setting(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_streams(load("cnn.yaml", overrides))
+        RunStreams(load("cnn.yaml", overrides)).check()
 
 
 def test_a_class_that_is_no_task_is_refused_before_anything_is_trained():

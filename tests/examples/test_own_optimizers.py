@@ -13,8 +13,9 @@ from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.engines.in_process import run_in_process
-from flower_desloc.app.setup.build import build_optimizer, check_streams
+from flower_desloc.app.setup.build import build_optimizer
 from flower_desloc.app.setup.param_groups import param_groups
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import check_optimizer
 
@@ -44,7 +45,7 @@ def an_optimizer(name: str, *overrides: str) -> Config:
 def test_streams_of_any_optimizer_are_found_by_name(name, states):
     config = an_optimizer(name)
     config = with_values(config, {"sync": {"params": 2, **dict.fromkeys(states, 4)}})
-    check_streams(config)
+    RunStreams(config).check()
     refused: list[tuple[dict[str, Any], str]] = [
         ({"exp_avgg": 2}, rf"sync\.exp_avgg: {name} has no stream of that name; .*params"),
         *(({state: None}, rf"sync\.{state} is not stated") for state in states),
@@ -55,7 +56,7 @@ def test_streams_of_any_optimizer_are_found_by_name(name, states):
             config, {"sync": {key: period for key, period in periods.items() if period}}
         )
         with pytest.raises(ConfigError, match=message):
-            check_streams(config)
+            RunStreams(config).check()
 
 
 def test_a_shape_s_own_streams_may_be_stated():
@@ -63,7 +64,7 @@ def test_a_shape_s_own_streams_may_be_stated():
     config = with_values(
         config, {"sync": dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)}
     )
-    check_streams(config)
+    RunStreams(config).check()
 
 
 class Forgetful(torch.optim.SGD):
@@ -119,7 +120,7 @@ def test_qhadam_by_its_import_path_passes_the_trial_and_trains(tmp_path):
 )
 def test_an_optimizer_whose_memory_would_be_lost_is_refused(name, message):
     with pytest.raises(ConfigError, match=f"optimizer.name={name}: .*{message}"):
-        check_streams(an_optimizer(name))
+        RunStreams(an_optimizer(name)).check()
 
 
 def test_frozen_parameters_are_given_to_no_optimizer():

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from flower_desloc import DataParallel, OuterOptimizer, SyncSchedule
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.app.setup.build import build_flower_strategy, check_streams
+from flower_desloc.app.setup.build import build_flower_strategy
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.proximal import proximal
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.worker import Worker
@@ -276,7 +277,7 @@ def test_every_strategy_of_flowers_is_a_word_of_the_configuration():
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
 def test_the_presets_take_any_optimizer(preset, optimizer):
-    check_streams(load(preset, f"optimizer.name={optimizer} optimizer.lr=0.1"))
+    RunStreams(load(preset, f"optimizer.name={optimizer} optimizer.lr=0.1")).check()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_the_presets_take_any_optimizer(preset, optimizer):
 )
 def test_settings_that_flowers_strategies_lack_are_refused_in_one_line(preset, override, parts):
     with pytest.raises(ConfigError) as error:
-        check_streams(load(preset, override))
+        RunStreams(load(preset, override)).check()
     message = str(error.value)
     assert "\n" not in message
     assert not [part for part in parts if part not in message], message

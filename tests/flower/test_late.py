@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flower_desloc import DesLoc, Policy, SyncSchedule, Worker
 from flower_desloc.app.config import ConfigError, load
-from flower_desloc.app.setup.build import check_streams
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import PARAMS, RESET, Period
@@ -167,7 +167,7 @@ def test_an_optimizer_of_unknown_decays_is_refused():
 def test_a_delay_with_an_optimizer_of_unknown_decays_is_refused_with_the_setting():
     words = ["optimizer.name=amsgrad", "sync.max_exp_avg_sq=96", "sync_delay=1"]
     with pytest.raises(ConfigError, match=r"sync_delay=1: Adam's max_exp_avg_sq .* sync_delay=0"):
-        check_streams(load("quickstart", words))
+        RunStreams(load("quickstart", words)).check()
 
 
 @pytest.mark.parametrize(("state_period", "delay"), [(RESET, 1), (3, -1)])

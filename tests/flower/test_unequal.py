@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flower_desloc import Policy
 from flower_desloc.app.config import ConfigError, load
-from flower_desloc.app.setup.build import check_streams
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.unequal import fewest, steps_in_time, weight
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -140,7 +140,7 @@ def test_a_reply_without_its_weights_is_refused(weights):
 def test_what_cannot_be_is_refused_with_the_setting(words, what):
     preset, _, settings = words.partition(" ")
     with pytest.raises(ConfigError, match=what):
-        check_streams(load(preset, settings))
+        RunStreams(load(preset, settings)).check()
 
 
 def test_data_parallelism_refuses_unequal_sites():

@@ -68,7 +68,7 @@ def federate(
     devices = [torch.device(str(site.get("device", default_device()))) for site in sites]
     with estimating(), failing(USAGE, ConfigError):
         needs = Needs(config)
-        needs.check_streams()
+        needs.check()
         tell(config, federation_on_this_machine(needs, devices, output_dir))
     with failing(FAILED, ProcessError):
         here = with_data_address(arguments)

@@ -148,7 +148,7 @@ def _preflight(
     """Print what the run needs; unless ``dry``, end the command if it does not fit."""
     needs = Needs(config)
     with failing(USAGE, ConfigError):
-        needs.check_streams()
+        needs.check()
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
     lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:

@@ -16,8 +16,8 @@ from flower_desloc.app.config.load import replaced_by_gradients
 from flower_desloc.app.config.overrides import override, split
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import app_run_config
-from flower_desloc.app.setup.build import check_streams
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, with_init_from
+from flower_desloc.app.setup.streams import RunStreams
 
 # Typer 0.20 loses the help of arguments with Click 8.5: the commands' docstrings explain them.
 Preset = Annotated[str, typer.Argument(show_default=False)]
@@ -66,7 +66,7 @@ class RunArguments:
                 config = _load(preset, words)
             check_clients(config, "simulation.num_clients" if nodes is None else "--nodes")
             config = with_init_from(config)
-            check_streams(config)
+            RunStreams(config).check()
         if replaced := replaced_by_gradients(preset, words):
             typer.echo(f"sync.gradients=1: the preset's {', '.join(replaced)} do not apply")
         if config.model.config:

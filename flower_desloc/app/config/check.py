@@ -361,7 +361,7 @@ def _scaffold(config: Config) -> Iterator[str]:
     """Yield periods with which SCAFFOLD would be plain SGD, in some windows or in all."""
     sync = config.sync
     if SCAFFOLD not in config.optimizer.names or not {PARAMS, "control"} <= sync.keys():
-        return  # data parallelism is SCAFFOLD of one step; ``check_streams`` says what sync lacks
+        return  # data parallelism is SCAFFOLD of one step; ``RunStreams`` says what sync lacks
     period = sync[PARAMS]
     if sync["control"] != period:
         yield (

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -14,16 +15,9 @@ from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import TEXT, precision_text
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
-from flower_desloc.app.setup.build import (
-    build_parts,
-    build_schedule,
-    check_streams,
-    stream_kinds,
-    stream_params,
-)
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
-from flower_desloc.app.setup.param_groups import trial_groups
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -62,7 +56,9 @@ def planned_run(
 
     Raises ``ValueError`` if the configuration lacks something that a plan needs.
     """
-    num_params = num_params or model_size(config)
+    model = cache(lambda: meta_model(with_init_from(config)))
+    configured = RunStreams(config)
+    num_params = num_params or model_size(model())
     if workers is None:  # the clients of a window when all are online
         workers = config.federation.number_drawn(config.simulation.num_clients)
     if config.task == TEXT:
@@ -79,19 +75,22 @@ def planned_run(
         peak = f"{mfu:.0%} of {peak}"
         flops = flops or H100[precision]
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
-    streams = planned_streams(config, rho)
-    values = _stream_values(config, [stream.name for stream in streams], num_params)
+    streams = planned_streams(configured, rho)
+    shares = dict.fromkeys((stream.name for stream in streams), 1.0)
+    if len(configured.parts) > 1:
+        shares = _shares(configured, model(), shares)
+    values = {name: num_params * share for name, share in shares.items()}
     sizes = {n: values[n] * (value_bytes or dtype_bytes(config)) for n in values}
     if BUFFERS in sizes:
-        sizes[BUFFERS] = _buffer_bytes(config)
+        sizes[BUFFERS] = _buffer_bytes(model())
     coded = {
         n: {"": torch.empty(round(values[n]), device="meta")} for n in lossy(config.compression)
     }
-    compressed = compressed_bytes(coded, config.compression, stream_kinds(config))
+    compressed = compressed_bytes(coded, config.compression, configured.kinds)
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.title,
-        family=_family(config),
+        family=_family(configured),
         num_params=num_params,
         streams=tuple(
             replace(
@@ -105,21 +104,22 @@ def planned_run(
         compute=step_seconds,
         peak=peak,
         link=link,
-        schedule=build_schedule(config),
+        schedule=configured.schedule,
         bound=config.sync_bound,
         partition=config.data.partition,
         delay=config.sync_delay,
     )
 
 
-def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedStream, ...]:
+def planned_streams(configured: RunStreams, rho: float | None = None) -> tuple[PlannedStream, ...]:
     """Return the streams of a run, without their sizes.
 
     ``rho`` bounds every coordinate of a gradient; by default it follows from the clipping.
 
-    Raises ``ConfigError`` unless ``config.sync`` states a period for each stream.
+    Raises ``ConfigError`` unless ``sync`` states a period for each stream.
     """
-    check_streams(config)
+    configured.check()
+    config, parts = configured.config, configured.parts
     if PARAMS not in config.sync:
         raise ConfigError(
             f"sync.{PARAMS} is not set; choose a preset that has it. A plan always compares with "
@@ -128,50 +128,37 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
-    parts, kinds = build_parts(config, trial_groups(config)), stream_kinds(config)
     return tuple(
         PlannedStream(
             name=name,
-            kind=kind_of(name, kinds),
+            kind=kind_of(name, configured.kinds),
             num_bytes=0,
             beta=_beta(parts, name),
             ceiling=_ceiling(config, parts, name, rho),
             own_ceiling=_has_own_ceiling(parts, name),
         )
-        for name in build_schedule(config).periods
+        for name in configured.schedule.periods
     )
 
 
-def _stream_values(config: Config, names: Iterable[str], num_params: float) -> dict[str, float]:
-    """Return the number of values of each stream, of a model with so many parameters.
-
-    Where several optimizers train it, a stream has the share that it has of the configured model.
-    """
-    if len(build_parts(config, trial_groups(config))) == 1:
-        return dict.fromkeys(names, num_params)
-    streams = stream_params(config, _model(config))
+def _shares(configured: RunStreams, model: nn.Module, names: Iterable[str]) -> dict[str, float]:
+    """Return by stream the share of the model's parameters that has it."""
+    streams = configured.params_of(model)
     counts = {name: sum(p.numel() for p in stream.values()) for name, stream in streams.items()}
     counts |= dict.fromkeys([BUFFERS, GRADIENTS], counts[PARAMS])
-    return {n: num_params * counts.get(n, 0) / counts[PARAMS] for n in names}
+    return {name: counts.get(name, 0) / counts[PARAMS] for name in names}
 
 
-def model_size(config: Config) -> int:
-    """Return the number of trained parameters of the configured model, without allocating them.
-
-    Raises ``ValueError`` when the model cannot be built.
-    """
-    return sum(p.numel() for p in _model(config).parameters() if p.requires_grad)
+def model_size(model: nn.Module) -> int:
+    """Return the number of trained parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _buffer_bytes(config: Config) -> int:
-    found = buffers(_model(config))
+def _buffer_bytes(model: nn.Module) -> int:
+    found = buffers(model)
     if not found:
         raise ConfigError(f"sync.{BUFFERS}: the model has none; leave it out")
     return sum(tensor.nbytes for tensor in found.values())
-
-
-def _model(config: Config) -> nn.Module:
-    return meta_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:
@@ -183,9 +170,9 @@ def dtype_bytes(config: Config) -> int:
 _Parts = Sequence[tuple[Description, Optimizer]]
 
 
-def _family(config: Config) -> Family:
+def _family(configured: RunStreams) -> Family:
     """Return the family of the optimizer; of several ones the rules were not measured."""
-    families = [described.family for described, _ in build_parts(config, trial_groups(config))]
+    families = [described.family for described, _ in configured.parts]
     return families[0] if len(families) == 1 else "other"
 
 

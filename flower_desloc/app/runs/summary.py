@@ -13,7 +13,7 @@ from flower_desloc import __version__
 from flower_desloc.app.config import Config
 from flower_desloc.app.runs.folder import Line, evaluations
 from flower_desloc.app.runs.metric import DIRECTIONS, chooser, ordered
-from flower_desloc.app.setup.build import build_schedule
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 def known_from(config: Config, steps: int = 0, sizes: Mapping[str, int] | None = None) -> RunInfo:
     """Return the ``RunInfo`` of a run that has not started, from its configuration."""
-    schedule = build_schedule(config)
+    schedule = RunStreams(config).schedule
     return RunInfo(
         schedule=schedule, num_steps=steps, num_windows=0, stream_bytes=sizes or {}, clients={}
     )

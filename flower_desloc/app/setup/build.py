@@ -1,49 +1,27 @@
 """Build the algorithm's objects from the configuration."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.errors import suggestion
-from flower_desloc.app.config.imports import is_path
 from flower_desloc.app.setup.param_groups import (
     OPTIMIZER,
     described_optimizer,
-    group_settings,
     param_groups,
-    param_places,
-    trial_groups,
     tuples,
 )
-from flower_desloc.app.tasks import find_task
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
-from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
-from flower_desloc.core.states import kinds_of, state_decays
-from flower_desloc.core.streams import (
-    BUFFERS,
-    check_optimizer,
-    check_trainable,
-    parameters,
-    prime,
-    some,
-    starts_at_zero,
-    stream_names,
-    take,
-    untrained,
-)
-from flower_desloc.core.types import Stream
+from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Clipping
 from flower_desloc.optim import Description
 
@@ -127,108 +105,6 @@ def build_local_optimizer(
     return optimizer
 
 
-def stream_kinds(config: Config) -> Kinds:
-    """Return the kinds of the optimizer's states, where its class describes them.
-
-    Raises ``ConfigError`` where several optimizers give one of them different kinds.
-    """
-    try:
-        return kinds_of(build_optimizer(config, trial_groups(config)))
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"optimizer.groups: {error}") from error
-
-
-def stream_params(config: Config, model: nn.Module) -> dict[str, Stream]:
-    """Return by stream the parameters that have it, of a model that may be on the meta device.
-
-    Raises ``ConfigError`` as ``param_groups``.
-    """
-
-    @cache
-    def state_names(index: int, name: str, ndim: int) -> tuple[str, ...]:
-        p = nn.Parameter(torch.zeros((3, 2, 2, 2, 2, 2)[:ndim]))
-        group = {"params": [p], OPTIMIZER: name, **group_settings(config, index, name)}
-        optimizer = build_optimizer(config, [group])
-        prime(optimizer)
-        return stream_names(nn.ParameterList([p]), optimizer)
-
-    trained = parameters(model)
-    streams: dict[str, dict[str, Tensor]] = {}
-    for key, place in param_places(config, model).items():
-        for name in state_names(*place, trained[key].ndim):
-            streams.setdefault(name, {})[key] = trained[key]
-    return dict(streams)
-
-
-def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the initial streams of a run: the model's own tensors, and states as meta tensors.
-
-    Raises ``ConfigError`` for parameters that cannot be trained or that the optimizer leaves out,
-    and if the optimizer has states that cannot be kept.
-    """
-    _known_streams(config)
-    optimizer = build_optimizer(config, param_groups(config, model))
-    _check_model(config, model, optimizer)
-    prime(optimizer)
-    streams = take(model, optimizer, stream_names(model, optimizer))
-    return {
-        name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
-        for name, stream in streams.items()
-    }
-
-
-def _check_model(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
-    try:
-        check_trainable(model, optimizer)
-    except ValueError as error:
-        raise ConfigError(f"task={config.task}: {error}") from error
-    if left := untrained(model, optimizer):
-        raise ConfigError(
-            f"optimizer.name={config.optimizer.name}: it does not hold {some(left)}, which would "
-            "keep the values of each site; let it hold all parameters it is given, or set "
-            f"requires_grad=False for these in build_model of task={config.task}"
-        )
-
-
-def check_streams(config: Config) -> None:
-    """Raise ``ConfigError`` unless ``sync`` states a period for every stream and no other.
-
-    Also if an import path in the configuration cannot be imported. No model is built; if the
-    states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
-    """
-    if config.strategy != "desloc":
-        build_flower_strategy(config)
-    if is_path(config.task):  # the project's own take seconds to import
-        find_task(config)
-    always, sometimes = _known_streams(config)
-    groups = trial_groups(config)
-    optimizer = build_optimizer(config, groups)
-    stream_kinds(config)
-    prime(optimizer)
-    params = nn.ParameterList(p for group in groups for p in group["params"])
-    stated = [name for name in stream_names(params, optimizer) if name in config.sync]
-    states = [name for name in stated if name != PARAMS]
-    least = config.federation.min_steps
-    if config.sync_delay:
-        with _otherwise(f"sync_delay={config.sync_delay}", "sync_delay=0"):
-            state_decays(optimizer, states)
-    if least < 1:
-        with _otherwise(f"federation.min_steps={least}", "federation.min_steps=1"):
-            state_decays(optimizer, states)
-    periods = build_schedule(config).periods
-    require_periods(config, [*always, *(n for n in (*sometimes, BUFFERS) if n in periods)])
-
-
-def require_periods(config: Config, streams: list[str]) -> None:
-    """Raise ``ConfigError`` unless ``sync`` states a period for all of ``streams`` and no other."""
-    try:
-        build_schedule(config, streams).require(streams, config.optimizer.title)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def build_flower_strategy(config: Config) -> Callable[..., Any]:
     """Return what makes the strategy of Flower's that the configuration names.
 
@@ -248,74 +124,6 @@ def build_flower_strategy(config: Config) -> Callable[..., Any]:
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ConfigError(f"{stated}={value}: must be a number, at least 0 and finite")
     return partial(make, **options)
-
-
-@contextmanager
-def _otherwise(stated: str, otherwise: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
-
-
-def build_schedule(config: Config, streams: Iterable[str] | None = None) -> SyncSchedule:
-    """Return the schedule of the averages; ``streams`` are the model's, by default all known.
-
-    Buffers without a period stay local.
-    """
-    coins = config.run.seed if config.sync_mode == "probabilistic" else None
-    periods = config.sync
-    if streams is not None and BUFFERS in (streams := [*streams]):
-        periods = {**periods, BUFFERS: periods.get(BUFFERS, NEVER)}
-    if config.strategy != "desloc":
-        known = chain.from_iterable(_known_streams(config)) if streams is None else streams
-        periods = dict.fromkeys(known, RESET) | periods
-    once_at = frozenset(config.sync_once_at)
-    return SyncSchedule(periods, coin_seed=coins, once_at=once_at, phases=config.sync_phase)
-
-
-def _known_streams(config: Config) -> tuple[list[str], list[str]]:
-    """Return the optimizer's streams for any model, and those for some models only.
-
-    Some optimizers have states for tensors of some shapes only. One of several parts may have no
-    parameter, nor may that of the section where entries name others.
-    """
-    always, every = [PARAMS], []
-    section = config.optimizer.name
-    named = any(entry.name for entry in config.optimizer.groups)
-    described = map(described_optimizer, config.optimizer.names)
-    several = {part.name for each in described if each.others for part in each.parts}
-    for group in trial_groups(config):
-        found = _streams_by_shape(config, group)
-        names = list(dict.fromkeys(name for each in found for name in each))
-        every += names
-        own = group[OPTIMIZER]
-        if own not in several and not (named and own == section):
-            always += [name for name in names if all(name in each for each in found)]
-    always = list(dict.fromkeys(always))
-    return always, [name for name in dict.fromkeys(every) if name not in always]
-
-
-def _streams_by_shape(config: Config, group: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the streams of a group's optimizer for a matrix, and for a vector if it takes one."""
-
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        return build_optimizer(config, [{**group, "params": params}])
-
-    if not is_path(group[OPTIMIZER]):
-        optimizer = make(group["params"])
-        prime(optimizer)
-        return [stream_names(nn.ParameterList(group["params"]), optimizer)]
-    found: list[tuple[str, ...]] = []
-    try:
-        found.append(check_optimizer(make, 3, 2))
-        with suppress(ConfigError):  # Muon, for example, is for matrices only
-            found.append(check_optimizer(make, 3))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"optimizer.name={group[OPTIMIZER]}: {error}") from error
-    return found
 
 
 def build_outer(config: Config, model: nn.Module) -> OuterOptimizer | None:

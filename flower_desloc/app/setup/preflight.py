@@ -17,18 +17,14 @@ from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import bytes_text
-from flower_desloc.app.setup.build import (
-    build_schedule,
-    require_periods,
-    stream_kinds,
-    stream_params,
-)
+from flower_desloc.app.setup.build import build_outer
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, buffers, parts
+from flower_desloc.core.streams import BUFFERS, STEP, buffers, parts
 from flower_desloc.core.traffic import compressed_bytes, stream_bytes, window_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
@@ -70,10 +66,15 @@ class Needs:
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
+    def streams(self) -> RunStreams:
+        """The streams of the configuration."""
+        return RunStreams(self.config)
+
+    @cached_property
     def schedule(self) -> SyncSchedule:
-        """When each stream is averaged."""
+        """When each stream of the model is averaged; raises ``ConfigError`` as ``check``."""
         saved = [BUFFERS] if buffers(self.model) else []
-        return build_schedule(self.config, [*self._by_stream, *saved])
+        return self.streams.schedule_of([*self._by_stream, *saved])
 
     @cached_property
     def weights(self) -> int:
@@ -100,7 +101,7 @@ class Needs:
     @cached_property
     def compressed(self) -> dict[str, int]:
         """Bytes of every stream as it is sent."""
-        return compressed_bytes(self._streams, self.config.compression, stream_kinds(self.config))
+        return compressed_bytes(self._streams, self.config.compression, self.streams.kinds)
 
     @cached_property
     def sent_up(self) -> dict[str, int]:
@@ -109,7 +110,7 @@ class Needs:
             return self.compressed
         from flower_desloc.secure.codes import width_of  # few runs need it
 
-        kinds = stream_kinds(self.config)
+        kinds = self.streams.kinds
         return {
             name: width_of(kind_of(name, kinds)) * sum(t.numel() for t in stream.values())
             for name, stream in self._streams.items()
@@ -126,19 +127,19 @@ class Needs:
             for name in names
         }
 
-    def check_streams(self) -> None:
+    def check(self) -> None:
         """Raise ``ConfigError`` unless ``sync`` states a period for each stream of the model.
 
         And as ``param_groups``.
         """
-        require_periods(self.config, [*self._by_stream, *({BUFFERS} & self.config.sync.keys())])
+        self.schedule  # noqa: B018
 
     @cached_property
     def _by_stream(self) -> dict[str, Stream]:
         model = self.model  # its own errors are not the optimizer's
         with task_errors("the optimizer takes no step"):
             try:
-                return stream_params(self.config, model)
+                return self.streams.params_of(model)
             except ConfigError as error:
                 refused = error
         raise refused
@@ -166,14 +167,24 @@ class Needs:
         # Under a bound, two more are held until there are three to compare.
         held = min(2, clients - 1) if policy.norm_bound is not None else 0
         replies = 1 + held if policy.average == "mean" else clients
-        outer = {"none": 0, "sgd": 1, "adam": 2}[self.config.outer.name] * self.gradients
+        by_gradients = GRADIENTS in self.sizes
         return {
             "Python": _SERVER,
             "averages": self._averaged,
             "the next averages": due,
             "replies": replies * due,  # decoded
-            "its own optimizer": self.states if GRADIENTS in self.sizes else outer,
+            "its own optimizer": self.states if by_gradients else self._outer_states(),
         }
+
+    def _outer_states(self) -> int:
+        """Return the bytes of the states of DiLoCo's outer optimizer."""
+        outer = build_outer(self.config, self.model)
+        if outer is None:
+            return 0
+        one = {"": torch.zeros(1)}
+        outer.begin(one)
+        outer.step(one, 0)
+        return len(outer.state.keys() - {STEP}) * self.gradients
 
     def machine(self, device: torch.device, at_once: int) -> int:
         """Return the memory that a simulation of all clients needs on one machine.

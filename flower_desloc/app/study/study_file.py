@@ -15,7 +15,7 @@ from flower_desloc.app.config.overrides import override, split
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.metric import DIRECTIONS, Named
-from flower_desloc.app.setup.build import check_streams
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, Target, load_once
 from flower_desloc.app.study.search import Search
 
@@ -189,7 +189,7 @@ def _cell(
         words = [override(key, path) for key, path in absolute.items()]
         cell = replace(cell, overrides=(*cell.overrides, *words))
         check_clients(load_once(cell.config, cell.overrides))
-        check_streams(load_once(cell.config, cell.overrides))
+        RunStreams(load_once(cell.config, cell.overrides)).check()
     except ConfigError as error:
         raise ConfigError(f"in the cell {cell.name!r}: {error}") from error
     return cell

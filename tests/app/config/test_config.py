@@ -25,7 +25,7 @@ from flower_desloc.app.config.overrides import override
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
 from flower_desloc.app.config.schema import Optimizer
-from flower_desloc.app.setup.build import build_schedule, check_streams
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.optim import OPTIMIZERS
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -256,7 +256,7 @@ def test_one_override_makes_any_preset_data_parallel(name):
     else:
         config = load(name, "sync.gradients=1")
     assert config.sync == {"gradients": 1}
-    assert build_schedule(config).periods == config.sync
+    assert RunStreams(config).schedule.periods == config.sync
     assert (config.outer, config.compression) == (Config().outer, {})
     assert (config.optimizer, config.model, config.data) == (
         before.optimizer, before.model, before.data,
@@ -380,9 +380,9 @@ def test_periods_that_another_optimizer_lacks_are_left_out_by_what_the_error_nam
     overrides = words.split(" ", 2)
     remedies = ("sync.exp_avg=null", "sync.exp_avg_sq=null")
     parts = ["sync.exp_avg", "sgdm has no stream of that name", " ".join(remedies)]
-    assert_refused(parts, check_streams, load("quickstart", overrides))
+    assert_refused(parts, RunStreams(load("quickstart", overrides)).check)
     config = load("quickstart", [*overrides, *remedies])
-    check_streams(config)
+    RunStreams(config).check()
     assert config.sync == {"params": 8, "momentum_buffer": 16}
 
 

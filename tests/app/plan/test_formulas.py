@@ -23,7 +23,9 @@ from flower_desloc.app.plan.wall_clock import (
     compute_seconds,
     star_seconds,
 )
-from flower_desloc.app.setup.build import build_optimizer, build_schedule, build_streams
+from flower_desloc.app.setup.build import build_optimizer
+from flower_desloc.app.setup.meta_model import meta_model
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import build_task
 from flower_desloc.core.traffic import compressed_bytes, method_rates, rate, stream_bytes, uploads
 from flower_desloc.optim import OPTIMIZERS
@@ -61,7 +63,7 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     sync = {PARAMS: 8, **{state.name: 7 for state in OPTIMIZERS[name].all_states}}
     changed = {"optimizer.betas": betas, "optimizer.momentum": 0.8, "sync": sync}
     config = with_values(config, changed)
-    streams = planned_streams(config)
+    streams = planned_streams(RunStreams(config))
     x = torch.nn.Parameter(torch.randn(5, 1, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])
     seen: dict[str, list[torch.Tensor]] = {state.name: [] for state in OPTIMIZERS[name].states}
@@ -84,7 +86,7 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
 
 def test_an_unclipped_gradient_or_weight_decay_in_it_leaves_no_ceiling():
     def ceilings(*words):
-        return [s.ceiling for s in planned_streams(load("desloc_adam", words))]
+        return [s.ceiling for s in planned_streams(RunStreams(load("desloc_adam", words)))]
 
     assert ceilings("optimizer.clip_norm=0.5") == [None, 0.5, 0.25]
     assert ceilings("optimizer.clip_value=0.1") == [None, 0.1, pytest.approx(0.01)]
@@ -152,7 +154,7 @@ def test_with_coins_rates_are_the_mean_of_what_all_seeds_count(periods, sizes, o
 def test_averages_that_a_configuration_adds_once_are_planned_as_a_run_counts_them():
     config = load("quickstart", "sync_once_at=[1,2,3,4,5,6,7,8]")
     run = run_of(config)
-    counted = uploads(build_schedule(config), run.sizes, run.steps)
+    counted = uploads(RunStreams(config).schedule, run.sizes, run.steps)
     sent = [run.steps * method.num_bytes for method in run.methods[:3]]
     totals = (counted.ddp, sum(counted.local_adam.values()), sum(counted.desloc.values()))
     assert sent == pytest.approx(totals)
@@ -170,15 +172,15 @@ def test_with_coins_a_window_is_a_step_at_which_any_coin_falls():
 
 def test_the_model_of_a_preset_is_measured_without_its_weights():
     config = load("quickstart")
-    sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
-    size = model_size(config)
+    sizes = stream_bytes(RunStreams(config).initial(build_task(config).build_model()))
+    size = model_size(meta_model(config))
     assert sizes == dict.fromkeys(STREAMS, size * dtype_bytes(config))
     assert f"quickstart: {size:,} parameters" in accepted("plan", "quickstart")
 
 
 def test_a_plan_counts_buffers_as_a_run_sends_them():
     config = load("digits", ["model.type=resnet", "sync.buffers=8"])
-    streams = build_streams(config, build_task(config).build_model())
+    streams = RunStreams(config).initial(build_task(config).build_model())
     run = run_of(config)
     assert run.sizes == stream_bytes(streams)
     periods = recommended(run, Topology.STAR)
@@ -189,7 +191,7 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
     sent = compressed_bytes(
-        build_streams(config, build_task(config).build_model()), config.compression, {}
+        RunStreams(config).initial(build_task(config).build_model()), config.compression, {}
     )
     run = run_of(config)
     # A tensor's last block may not be full.

@@ -15,7 +15,7 @@ from flower_desloc.app.plan.rules import RULES, rule_for
 from flower_desloc.app.plan.wall_clock import Link, Topology
 from flower_desloc.app.runs.figures import plan as plan_figure
 from flower_desloc.app.runs.figures.style import figure, stream_colours
-from flower_desloc.app.setup.build import build_schedule
+from flower_desloc.app.setup.streams import RunStreams
 
 SMALL = ("--params", "1e6", "--step-seconds", 0.1)
 
@@ -88,7 +88,7 @@ def test_a_run_accepts_the_recommended_settings_over_its_own_phases(seconds, num
     assert len(found) == number
     for settings in found:
         config = load("quickstart", [*words, *settings.split()])
-        assert not any(build_schedule(config).phases.values())
+        assert not any(RunStreams(config).schedule.phases.values())
 
 
 def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():

@@ -12,14 +12,10 @@ from torch import nn
 from flower_desloc.app.config import Config, ConfigError, dump, load, parse
 from flower_desloc.app.plan.from_config import planned_run, planned_streams
 from flower_desloc.app.plan.wall_clock import Link
-from flower_desloc.app.setup.build import (
-    build_lr_schedule,
-    build_optimizer,
-    build_streams,
-    check_streams,
-)
+from flower_desloc.app.setup.build import build_lr_schedule, build_optimizer
 from flower_desloc.app.setup.param_groups import OPTIMIZER, param_groups, param_kinds
 from flower_desloc.app.setup.preflight import Needs
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import Site, build_task
 from flower_desloc.core.streams import digest, parameters
 from flower_desloc.core.traffic import compressed_bytes, stream_bytes
@@ -147,7 +143,7 @@ def test_an_optimizer_of_another_package_takes_options_that_it_has():
     sync = ["sync.exp_avg=null", "sync.exp_avg_sq=null", "sync.momentum_buffer=2"]
     entry = "{kinds: [matrices], options: {weight_decay: 0.1}}"
     config = config_of(entry, words=[*sgd, *sync])
-    check_streams(config)
+    RunStreams(config).check()
     [rest, matrices] = build_optimizer(config, param_groups(config, Net())).param_groups
     assert (rest["weight_decay"], matrices["weight_decay"]) == (0, 0.1)
     config = config_of(entry.replace("decay", "decoy"), words=[*sgd, *sync])
@@ -157,10 +153,10 @@ def test_an_optimizer_of_another_package_takes_options_that_it_has():
 
 def test_a_plan_is_made_for_the_state_that_forgets_most_slowly_and_for_any_decay():
     words = ["optimizer.name=adam", "optimizer.betas=[0.9,0.95]", "optimizer.weight_decay=0"]
-    plain = {s.name: s for s in planned_streams(config_of(UNDECAYED, words=words))}
+    plain = {s.name: s for s in planned_streams(RunStreams(config_of(UNDECAYED, words=words)))}
     assert (plain["exp_avg"].beta, plain["exp_avg"].ceiling) == (0.9, 1.0)
     entry = "{kinds: [matrices], betas: [0.8, 0.99], weight_decay: 0.1}"
-    mixed = {s.name: s for s in planned_streams(config_of(entry, words=words))}
+    mixed = {s.name: s for s in planned_streams(RunStreams(config_of(entry, words=words)))}
     assert [mixed[name].beta for name in ("exp_avg", "exp_avg_sq")] == [0.9, 0.99]
     assert mixed["exp_avg"].ceiling is None  # decay enters the gradients of some
 
@@ -264,7 +260,7 @@ def test_muon_beside_adamw_equals_the_plain_loop_to_the_bit_also_after_a_resume(
     resumed = train(tmp_path, *words, "run.resume=auto", clients=1)
     assert weights(resumed) == expected
     model = build_task(load("quickstart", words)).build_model()
-    sizes = stream_bytes(build_streams(load("quickstart", words), model))
+    sizes = stream_bytes(RunStreams(load("quickstart", words)).initial(model))
     assert summary(resumed)["stream_bytes"] == sizes
     assert summary(resumed)["bytes"]["measured"]["up"] == {
         **{name: 5 * size for name, size in sizes.items()},
@@ -285,7 +281,7 @@ def test_estimates_have_a_stream_of_some_parameters_at_its_size():
     formats = "compression={params: int8, momentum_buffer: int4, exp_avg_sq: bf16}"
     config = load("quickstart", [*TINY, *MUON, "sync.momentum_buffer=16", formats])
     needs, model = Needs(config), build_task(config).build_model()
-    streams = build_streams(config, model)
+    streams = RunStreams(config).initial(model)
     assert needs.sizes == stream_bytes(streams)
     assert needs.compressed == compressed_bytes(streams, config.compression, {})
     assert needs.states == sum(needs.sizes.values()) - needs.sizes["params"]
@@ -309,24 +305,24 @@ def test_a_stream_that_no_trained_parameter_has_needs_no_period(states, monkeypa
     left_out = [f"sync.{name}=null" for name in ("exp_avg", "exp_avg_sq") if name not in states]
     stated = [f"sync.{name}=16" for name in states]
     config = load("quickstart", [*TINY, *MUON, *left_out, *stated])
-    check_streams(config)  # there may be such models,
+    RunStreams(config).check()  # there may be such models,
     monkeypatch.setattr(Needs, "model", Matrices())
     needs = Needs(config)  # and this is one
     if states == ["momentum_buffer"]:
-        needs.check_streams()
+        needs.check()
         assert needs.sizes.keys() == {"params", "momentum_buffer"}
         return
-    with pytest.raises(ConfigError, match=r"sync.exp_avg: muon has no stream of that name"):
-        needs.check_streams()
-    assert needs.sizes["exp_avg"] == 0
+    for refused in (needs.check, lambda: needs.sizes):
+        with pytest.raises(ConfigError, match=r"sync.exp_avg: muon has no stream of that name"):
+            refused()
 
 
 def test_what_late_averages_cannot_merge_is_refused_also_in_an_entry():
     words = ["optimizer.name=amsgrad", "sync.max_exp_avg_sq=16", "sync.momentum_buffer=16"]
     entry = "{kinds: [norms_and_biases], name: sgdm, lr: 0.1}"
-    check_streams(config_of(entry, words=words))
+    RunStreams(config_of(entry, words=words)).check()
     with pytest.raises(ConfigError, match=r"sync_delay=1: .*max_exp_avg_sq.* set sync_delay=0"):
-        check_streams(config_of(entry, words=[*words, "sync_delay=1"]))
+        RunStreams(config_of(entry, words=[*words, "sync_delay=1"])).check()
 
 
 def test_hidden_matrices_train_by_muon_and_the_rest_by_adamw():

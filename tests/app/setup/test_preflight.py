@@ -24,7 +24,7 @@ from flower_desloc.app.plan import dry_run
 from flower_desloc.app.plan.dry_run import memory_line
 from flower_desloc.app.plan.from_config import planned_run
 from flower_desloc.app.plan.wall_clock import H100, Link
-from flower_desloc.app.setup.build import build_lr_schedule, build_streams
+from flower_desloc.app.setup.build import build_lr_schedule
 from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.app.setup.preflight import (
     Hardware,
@@ -34,6 +34,7 @@ from flower_desloc.app.setup.preflight import (
     on_the_server,
     on_this_machine,
 )
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import build_task
 from flower_desloc.app.tasks.causal_lm.batches import TextBatch
 from flower_desloc.app.tasks.image_classification import ImageClassification
@@ -98,7 +99,7 @@ def test_the_estimate_has_the_streams_of_the_run(preset):
     config = load(preset, TINY)
     needs = Needs(config)
     model = build_task(config).build_model()
-    streams = build_streams(config, model)
+    streams = RunStreams(config).initial(model)
     assert needs.sizes == stream_bytes(streams)
     assert needs.num_params == sum(p.numel() for p in model.parameters())
     states = [name for name in streams if name not in ("params", "buffers")]

@@ -12,9 +12,9 @@ from torch.nn.functional import linear, mse_loss
 
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.runs.export import export
-from flower_desloc.app.setup.build import build_streams
 from flower_desloc.app.setup.measured_step import measured_step
 from flower_desloc.app.setup.preflight import Needs
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.streams import frozen, parts
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 
@@ -207,4 +207,4 @@ def test_a_model_in_bfloat16_is_trained_saved_and_started_from(tmp_path):
 def test_what_cannot_be_trained_is_refused_before_the_run_by_name(task, more, said):
     config = load("quickstart", [*settings(task), *more])
     with pytest.raises(ConfigError, match=said):
-        build_streams(config, task(config).build_model())
+        RunStreams(config).initial(task(config).build_model())
