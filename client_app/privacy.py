@@ -9,7 +9,7 @@ import torch
 from flwr.app import Context
 
 from client_app.worker import RunParts, site_of
-from flower_desloc.app.config import Config
+from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.check import check
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
@@ -47,7 +47,7 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
     site = site_of(node)
     worker, data = parts.single_worker(node), parts.data(site)
     if not isinstance(data, HasExamples):
-        raise ValueError(
+        raise ConfigError(
             f"task={config.task}: differential privacy draws examples one by one, and its "
             f"{type(data).__name__} has no method examples(numbers); give it one, or for streamed "
             "text set data.max_bytes"

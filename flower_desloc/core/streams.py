@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from flower_desloc.core.multi import parts_of
 from flower_desloc.core.schedule import BUFFERS as BUFFERS
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.types import NotFiniteError, Stream
+from flower_desloc.core.types import NotFiniteError, SetupError, Stream
 
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""
@@ -274,12 +274,12 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def trained(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return the module's parameters that the optimizer trains, by name, in the module's order.
 
-    Raises ``ValueError`` if the optimizer trains a tensor that the module does not own.
+    Raises ``SetupError`` if the optimizer trains a tensor that the module does not own.
     """
     ids = {id(p) for p in trained_by(optimizer)}
     params = {key: p for key, p in parameters(module).items() if id(p) in ids}
     if len(params) != len(ids):
-        raise ValueError(
+        raise SetupError(
             f"the optimizer trains {len(ids)} tensors, of which the module owns {len(params)}; "
             "build it from the module's parameters"
         )
@@ -302,14 +302,14 @@ def untrained(module: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def check_trainable(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for trained parameters that are complex or have sparse gradients.
+    """Raise ``SetupError`` for trained parameters that are complex or have sparse gradients.
 
     Sparse gradients are known here for PyTorch's embeddings, for others in the first step.
     """
     params = trained(module, optimizer)
     for key, p in params.items():
         if not p.is_floating_point():
-            raise ValueError(
+            raise SetupError(
                 f"parameter {key!r} is of type {p.dtype}, and only real parameters are trained; "
                 "keep its real and imaginary parts in one real parameter (torch.view_as_real)"
             )
@@ -323,9 +323,9 @@ def check_trainable(module: nn.Module, optimizer: Optimizer) -> None:
             raise sparse_gradient(key)
 
 
-def sparse_gradient(key: str) -> ValueError:
+def sparse_gradient(key: str) -> SetupError:
     """Return the error for a parameter whose gradient is sparse."""
-    return ValueError(
+    return SetupError(
         f"parameter {key!r} has sparse gradients, and only dense ones are trained; leave "
         "sparse=True out of the embedding, and take Adam in place of SparseAdam"
     )

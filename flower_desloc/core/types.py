@@ -22,3 +22,7 @@ FromTotals = Callable[[Totals], Mapping[str, float]]
 
 class NotFiniteError(ValueError):
     """A stream holds NaN or infinity."""
+
+
+class SetupError(ValueError):
+    """What all workers of a run share cannot be used: its settings, or the model."""

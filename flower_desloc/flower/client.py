@@ -18,7 +18,7 @@ from flower_desloc.flower.client_state import (
     client_name,
     state_files,
 )
-from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
+from flower_desloc.flower.exits import errors_by_type, exits_as_errors
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.flight.at_site import arrays_by_flight
 from flower_desloc.flower.messages import (
@@ -73,7 +73,7 @@ class DesLocClient(ClientApp):
     """
 
     def __init__(self, build: Build, mods: Sequence[Mod] = ()) -> None:
-        around = (divergence_as_error, _exits_are_errors, arrays_by_flight, *mods)
+        around = (errors_by_type, _exits_are_errors, arrays_by_flight, *mods)
         super().__init__(mods=[*around, secure_sums])
         self._build = build
         self._ahead, self._later = StepsAhead(), LaterWrites()

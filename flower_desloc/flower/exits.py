@@ -12,7 +12,7 @@ from logging import ERROR
 
 from flwr.app import Context, Error, Message
 
-from flower_desloc.flower.failures import DIVERGED, DivergedError
+from flower_desloc.flower.failures import CODES
 from flower_desloc.flower.internals import log
 
 _OWN = ("flwr", "ray", "flower_desloc")
@@ -38,12 +38,13 @@ def exits_as_errors() -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def divergence_as_error(
+def errors_by_type(
     message: Message, context: Context, call: Callable[[Message, Context], Message]
 ) -> Message:
-    """Flower mod: answer a ``DivergedError`` with an error of that type, whose code is its own."""
+    """Flower mod: answer an error of ``CODES`` with its code."""
     try:
         return call(message, context)
-    except DivergedError as error:
-        log(ERROR, "the training of this client has diverged", exc_info=True)
-        return Message(Error(DIVERGED, f"{type(error).__name__}: {error}"), reply_to=message)
+    except tuple(CODES) as error:
+        log(ERROR, "this client cannot go on", exc_info=True)
+        code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+        return Message(Error(code, f"{type(error).__name__}: {error}"), reply_to=message)

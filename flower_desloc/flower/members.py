@@ -15,7 +15,7 @@ from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.client_info import from_config
 from flower_desloc.flower.exchange import Exchange, Late, event_kind
-from flower_desloc.flower.failures import FederationError, reason_of
+from flower_desloc.flower.failures import FederationError, client_error, failure_of, reason_of
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import CLIENT_INFO, is_name
 from flower_desloc.flower.model_names import ModelNames
@@ -169,7 +169,8 @@ class Members:
                     self._refuse(f"node {node_id}", f"{reason_of(error)}; {why}")
                     continue
                 self._note(event_kind(reply), f"node {node_id}", reason_of(error))
-                self._policy.fail(f"node {node_id} cannot take part", reason_of(error))
+                what = f"node {node_id} cannot take part"
+                self._policy.fail(what, reason_of(error), failure_of(error))
                 continue
             greeted[member.name] = node_id
             if (old := self._known.get(member.name)) is not None:
@@ -288,7 +289,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _client_info(reply: Message) -> ConfigRecord:
     if reply.has_error():
-        raise ValueError(reply.error.reason)
+        raise client_error(reply.error.code, reply.error.reason)
     found = records_of(ConfigRecord, reply.content)
     if CLIENT_INFO not in found:
         raise ValueError(f"its reply has no ConfigRecord {CLIENT_INFO!r}")

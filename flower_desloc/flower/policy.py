@@ -6,17 +6,11 @@ from logging import WARNING
 from typing import Final
 
 from flower_desloc.core.robust import AVERAGES
-from flower_desloc.flower.failures import ClientError, FederationError
+from flower_desloc.flower.failures import ClientError, EveryClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
-_OF_EVERY_CLIENT = re.compile(
-    r"(\w+: )?(parameter '|(task\w*|strategy|sync\w*|(compression|data|evaluation|federation|"
-    r"lr_schedule|model|optimizer|outer|privacy|run|simulation|strategy_options|sync|task_options)"
-    r"\.[a-z_.\[\]0-9]+)[=:])"
-)
-"""Begins an error that names a setting of the run, or a parameter of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +99,11 @@ class Policy:
         ``reason`` is the client's.
         """
         if self.on_failure == "stop":
-            # Every client has the settings and the model of the run, so none would remain.
             advice = (
-                ""
-                if _OF_EVERY_CLIENT.match(reason)
-                else (
-                    " (federation.on_failure=continue leaves a failed client out, while "
-                    f"federation.min_clients={self.min_clients} others remain)"
-                )
+                " (federation.on_failure=continue leaves a failed client out, while "
+                f"federation.min_clients={self.min_clients} others remain)"
             )
-            raise kind(f"{what}: {reason}{advice}")
+            raise kind(f"{what}: {reason}{'' if kind is EveryClientError else advice}")
         log(WARNING, "%s: %s", what, reason)
 
 

@@ -22,10 +22,10 @@ from flower_desloc.core.averaging import update_lengths
 from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.streams import check_like, finite_ends
-from flower_desloc.core.types import FromTotals, NotFiniteError, Shares, Streams
+from flower_desloc.core.types import FromTotals, Shares, Streams
 from flower_desloc.flower.arrays import arrays_of, plain_numbers, records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.failures import DIVERGED, printable
+from flower_desloc.flower.failures import client_error, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import METRICS, STATE_LOST, STATE_NEW, TENSOR_NAMES, TOTALS
 from flower_desloc.flower.observer import ClientRecord
@@ -89,11 +89,10 @@ class WindowReply:
     def of(cls, message: Message) -> Self:
         """Read a client's message; raises ``ValueError`` for an error or anything else.
 
-        The ``NotFiniteError`` of a client whose training has diverged is one.
+        It has the type that ``client_error`` reads from the code of the client's error.
         """
         if message.has_error():
-            diverged = message.error.code == DIVERGED
-            raise (NotFiniteError if diverged else ValueError)(message.error.reason)
+            raise client_error(message.error.code, message.error.reason)
         content = message.content
         metrics = records_of(MetricRecord, content).get(METRICS)
         if metrics is None:

@@ -19,10 +19,17 @@ from flwr.serverapp.strategy import Result
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
-from flower_desloc.core.types import NotFiniteError, Streams
+from flower_desloc.core.types import Streams
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import Exchange, event_kind
-from flower_desloc.flower.failures import ClientError, DivergedError, WindowError, reason_of
+from flower_desloc.flower.failures import (
+    ClientError,
+    DivergedError,
+    FederationError,
+    WindowError,
+    failure_of,
+    reason_of,
+)
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.flight.at_server import Carrier
 from flower_desloc.flower.internals import log
@@ -290,29 +297,27 @@ class RoundLoop:
             yield member
         except ValueError as error:
             # As text: an exception keeps the reply alive through its traceback.
-            reason = reason_of(error)
-            diverged = isinstance(error, NotFiniteError)
+            reason, failure = reason_of(error), failure_of(error)
         else:
             return
-        self.leave_out(member, reason, kind, diverged=diverged, evaluation=evaluation)
+        self.leave_out(member, reason, kind, failure, evaluation=evaluation)
 
     def leave_out(
         self,
         member: Member,
         reason: str,
         kind: EventKind,
+        failure: type[FederationError] = ClientError,
         *,
-        diverged: bool = False,
         evaluation: bool = False,
     ) -> None:
-        """Record why a client is left out; raises a ``FederationError`` if that ends the run."""
+        """Record why a client is left out; raises ``failure`` if that ends the run."""
         if not evaluation:
             self.round.left_out[member.name] = reason
             self.round.failures[member.name] += 1
-            if diverged:
+            if failure is DivergedError:
                 self.round.diverged.add(member.name)
         self.note(kind, member.name, reason, evaluation=evaluation)
-        failure = DivergedError if diverged else ClientError
         what = self.round.evaluation if evaluation else self.round
         self.policy.fail(f"{member.name} is left out of {what}", reason, failure)
 

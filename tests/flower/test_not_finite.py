@@ -7,9 +7,7 @@ import torch
 
 from flower_desloc.core.streams import check_finite, prime
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.not_finite import cause
-from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.replies import ClientEvaluation
 
 OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
@@ -82,36 +80,6 @@ def test_an_eps_too_small_for_float16_is_named_before_the_rate(eps, is_worth):
 def test_an_eps_that_is_large_enough_does_not_diverge(options):
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         message(**({"weight": 0.971, "dtype": torch.float16} | options))
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "ValueError: data.source=/x: cannot read it",
-        "data.domains=['a']: no such domain",
-        "ConfigError: task=mine:Task: it lacks loss",
-        "data.tokenizer: it has 5 tokens",
-        "ValueError: parameter 'table.weight' has sparse gradients",
-    ],
-)
-def test_continuing_is_not_offered_where_every_client_has_what_is_wrong(reason):
-    with pytest.raises(FederationError) as error:
-        Policy().fail("client-0 is left out", reason)
-    assert str(error.value) == f"client-0 is left out: {reason}"
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "ValueError: data-path=/x: no such file",
-        "FileNotFoundError: site.csv: no such file",
-        "OSError: disk full",
-        "device=cuda: none",
-    ],
-)
-def test_continuing_is_offered_for_the_failure_of_one_client(reason):
-    with pytest.raises(FederationError, match=r"leaves a failed client out, while .*min_clients=2"):
-        Policy(min_clients=2).fail("client-0 is left out", reason)
 
 
 def test_an_evaluation_with_nan_names_where_to_look():

@@ -3,8 +3,10 @@
 import difflib
 from collections.abc import Iterable
 
+from flower_desloc.core.types import SetupError
 
-class ConfigError(ValueError):
+
+class ConfigError(SetupError):
     """The configuration is wrong; the message names the key, its value and what is allowed."""
 
 
