@@ -128,6 +128,7 @@ def run(cells: Cells, links: Network, method: str, seed: int) -> dict[str, Any]:
     preset, *own = cells["methods"][method]
     clients = f"simulation.num_clients={links.sites} federation.min_clients={links.sites}"
     overrides = [*cells["overrides"], *own, f"run.seed={seed}", f"run.name={RUN}", *clients.split()]
+    overrides.append(f"federation.data_address={links.data_address}")
     config = load(preset, overrides)
     with tempfile.TemporaryDirectory(prefix="desloc-bench-") as folder:
         arguments = {"config": preset, "overrides": " ".join(overrides), "output-dir": folder}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import psutil
 from flower_desloc.app.sites.deployment.environment import Host
 
 PREFIX = "thin-links-"
-SUPERLINK, PROBE = 8000, 8001  # ports
-SERVER = "10.99.0.1"
+SUPERLINK, PROBE, TENSORS = 8000, 8001, 8002  # ports
+SERVER, RELAY_OF_TENSORS = "10.99.0.1", "10.99.1.1"
 TRANSFER = 3.0  # seconds of a measurement
 QUEUE = 0.1  # seconds that a packet may wait in a shaper
 ETHERNET, HEADERS = 14, 66  # bytes: Ethernet; and with it IP, and TCP with timestamps
@@ -52,6 +53,12 @@ class Network:
         seen = SERVER if self.netem else "127.0.0.1"
         sites = [Host(self.enter(site), f"{seen}:{SUPERLINK}") for site in self.site_names]
         return [Host(self.enter("server"), f"{SERVER}:{SUPERLINK}"), *sites]
+
+    @property
+    def data_address(self) -> str:
+        """Where every site reaches the server for tensors, and the server listens."""
+        # Not 127.0.0.1, where the server would not listen for others.
+        return f"{SERVER if self.netem else RELAY_OF_TENSORS}:{TENSORS}"
 
     @property
     def site_names(self) -> list[str]:
@@ -132,6 +139,7 @@ class Network:
             ip_tc("ip", switch, "link", "set", host, "mtu", str(self.mtu))
             ip_tc("ip", inside, "addr", "add", f"10.99.0.{number}/24", "dev", "eth0")
             ip_tc("ip", inside, "link", "set", "lo", "up")
+            ip_tc("ip", inside, "addr", "add", f"{RELAY_OF_TENSORS}/32", "dev", "lo")
             ip_tc("ip", inside, "link", "set", "eth0", "up")
             ip_tc("ip", switch, "link", "set", host, "master", "bridge")
             ip_tc("ip", switch, "link", "set", host, "up")
@@ -175,8 +183,9 @@ def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
         made.build()
         with ExitStack() as stack:
             if not made.netem:
-                words = ("relay", SERVER, round_trip / 2, SUPERLINK, PROBE)
-                for site in made.site_names:
+                where = {"127.0.0.1": (SUPERLINK, PROBE), RELAY_OF_TENSORS: (TENSORS,)}
+                for site, (here, ports) in product(made.site_names, where.items()):
+                    words = ("relay", here, SERVER, round_trip / 2, *ports)
                     stack.enter_context(tool(made.enter(site), *words))
             yield made
     finally:

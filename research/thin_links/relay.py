@@ -1,6 +1,6 @@
 """Delay TCP connections, and measure a path: run inside a network namespace, ends with stdin.
 
-    python relay.py relay ADDRESS SECONDS PORT...   # 127.0.0.1:PORT to ADDRESS:PORT, delayed
+    python relay.py relay HERE THERE SECONDS PORT...  # HERE:PORT to THERE:PORT, delayed
     python relay.py serve ADDRESS PORT              # the other end of a measurement
     python relay.py measure ADDRESS PORT UP DOWN AT # transfer bytes, not before the time AT
 
@@ -26,20 +26,20 @@ HELD = 64  # pieces in the relay, for each connection and direction
 PINGS = 20
 
 
-async def relay(address: str, delay: float, ports: list[int]) -> None:
+async def relay(here: str, there: str, delay: float, ports: list[int]) -> None:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         port = writer.get_extra_info("sockname")[1]
         try:
-            there, back = await asyncio.open_connection(address, port, limit=PIECE)
+            back, onward = await asyncio.open_connection(there, port, limit=PIECE)
         except OSError:
             writer.close()
             return
         await asyncio.gather(
-            pipe(reader, back, delay, first=3 * delay), pipe(there, writer, delay, first=delay)
+            pipe(reader, onward, delay, first=3 * delay), pipe(back, writer, delay, first=delay)
         )
 
     for port in ports:
-        await asyncio.start_server(connected, "127.0.0.1", port, limit=PIECE)
+        await asyncio.start_server(connected, here, port, limit=PIECE)
     print("ready", flush=True)
     await asyncio.Event().wait()
 
@@ -128,7 +128,8 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_stdin, daemon=True).start()
     what, address, *words = sys.argv[1:]
     if what == "relay":
-        asyncio.run(relay(address, float(words[0]), [int(port) for port in words[1:]]))
+        there, delay, *ports = words
+        asyncio.run(relay(address, there, float(delay), [int(port) for port in ports]))
     elif what == "serve":
         serve(address, int(words[0]))
     else:

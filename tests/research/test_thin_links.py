@@ -49,7 +49,7 @@ def test_the_relay_delays_both_directions_and_changes_no_byte():
     with socket.create_server(("127.0.0.2", 0)) as server:
         port = server.getsockname()[1]
         with (
-            network.tool((), "relay", "127.0.0.2", 0.05, port),
+            network.tool((), "relay", "127.0.0.1", "127.0.0.2", 0.05, port),
             socket.create_connection(("127.0.0.1", port)) as here,
             server.accept()[0] as there,
             there.makefile("rb") as received,
@@ -62,7 +62,7 @@ def test_the_relay_delays_both_directions_and_changes_no_byte():
     def measured_as_fast_as_the_delay_allows() -> bool:
         with (
             network.tool((), "serve", "127.0.0.2", port),
-            network.tool((), "relay", "127.0.0.2", 0.05, port),
+            network.tool((), "relay", "127.0.0.1", "127.0.0.2", 0.05, port),
             network.tool((), "measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
         ):
             assert process.stdout is not None
