@@ -21,7 +21,7 @@ from small_runs import SEEDS, Cells, Study, periods
 from flower_desloc.core.compression import EncodedStream, encode_stream
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.types import Stream
-from flower_desloc.flower import coding, server_state
+from flower_desloc.flower import compression, server_state
 
 RATE = 0.0119
 MORE = range(3, 10)
@@ -71,7 +71,7 @@ def feedback_of(arm: Arm) -> Iterator[None]:
         return replace(sent, residual={k: t - sent.received[k] for k, t in stream.items()})
 
     with (
-        patch.object(coding, "encode_stream", encode),
+        patch.object(compression, "encode_stream", encode),
         patch.object(server_state, "encode_stream", encode),
     ):
         yield

@@ -205,7 +205,7 @@ def _strategy(
         case "desloc":
             options |= {
                 "outer": outer,
-                "formats": config.compression,
+                "compression": config.compression,
                 "kinds": kinds,
             }
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}

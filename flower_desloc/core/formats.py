@@ -11,15 +11,17 @@ Format = Literal["fp32", "bf16", "int8", "int4", "int2"]
 EXACT: Final = "fp32"
 
 
-def lossy(formats: Mapping[str, str]) -> dict[str, Format]:
+def lossy(compression: Mapping[str, str]) -> dict[str, Format]:
     """Return the formats of the compressed streams.
 
     Raises ``ValueError`` for an unknown format, or one that the stream cannot have.
     """
-    for name, format_ in formats.items():
+    for name, format_ in compression.items():
         if format_ not in get_args(Format):
             known = ", ".join(get_args(Format))
             raise ValueError(f"{name}={format_}: no such format; there are {known}")
         if name in (BUFFERS, GRADIENTS) and format_ != EXACT:
             raise ValueError(f"{name}={format_}: {name} are sent as {EXACT} only")
-    return {name: cast(Format, format_) for name, format_ in formats.items() if format_ != EXACT}
+    return {
+        name: cast(Format, format_) for name, format_ in compression.items() if format_ != EXACT
+    }

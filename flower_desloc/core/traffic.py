@@ -28,10 +28,10 @@ def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
 
 
 def compressed_bytes(
-    streams: Mapping[str, Stream], formats: Mapping[str, str], kinds: Kinds
+    streams: Mapping[str, Stream], compression: Mapping[str, str], kinds: Kinds
 ) -> dict[str, int]:
     """Return the bytes of each stream in a message."""
-    coded = lossy(formats)
+    coded = lossy(compression)
     return {
         name: sum(
             coded_bytes(coded.get(name, EXACT), tensor, signed=kind_of(name, kinds).is_signed)

@@ -19,11 +19,11 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
 
     A difference to parameters that this client does not have is left out.
     """
-    coded = request.formats.keys() & set(worker.stream_names())
+    coded = request.compression.keys() & set(worker.stream_names())
     templates = worker.templates([name for name in request.streams if name in coded])
     streams: dict[str, Stream] = {}
     for name, stream in request.streams.items():
-        if name not in request.formats or (name == PARAMS and name not in request.differences):
+        if name not in request.compression or (name == PARAMS and name not in request.differences):
             streams[name] = stream
             continue
         reference = None
@@ -32,7 +32,7 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
                 continue
             if (reference := state.references.get(name)) is None:
                 continue
-        format_ = request.formats[name]
+        format_ = request.compression[name]
         streams[name] = decode_stream(
             name, stream, format_, templates[name], kind=request.kinds[name], reference=reference
         )
@@ -43,7 +43,7 @@ def references(
     request: WindowRequest, state: ClientState | None, received: Streams
 ) -> dict[str, Stream]:
     """Return the parameters that differences are taken to, from now on; none without a format."""
-    if PARAMS not in request.formats:
+    if PARAMS not in request.compression:
         return {}
     if PARAMS in received:
         return {PARAMS: received[PARAMS]}
@@ -57,13 +57,13 @@ def encoded(
     due: dict[str, Stream] = {}
     kept: dict[str, Stream] = {**residuals}
     for name in request.due:
-        if name not in request.formats:
+        if name not in request.compression:
             due[name] = streams[name]
             continue
         sent = encode_stream(
             request.kinds[name],
             streams[name],
-            request.formats[name],
+            request.compression[name],
             reference=references.get(name),
             residual=residuals.get(name),
         )

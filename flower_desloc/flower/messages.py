@@ -72,7 +72,7 @@ class WindowRequest:
     """Of every stream, the step of its last average or reset; 0 before the first."""
     resets: frozenset[str] = frozenset()
     """Streams that are never averaged and restarted from zeros at their version."""
-    formats: Mapping[str, Format] = field(default_factory=dict)
+    compression: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are compressed, in both directions."""
     kinds: Kinds = field(default_factory=dict)
     """Of every stream; those of the server, so that both ends code alike."""
@@ -117,7 +117,7 @@ class WindowRequest:
                 "streams": list(self.versions),
                 "stream-versions": list(self.versions.values()),
                 "streams-reset": sorted(self.resets),
-                "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "stream-formats": [str(self.compression.get(n, EXACT)) for n in self.versions],
                 "stream-kinds": [str(kind_of(n, self.kinds)) for n in self.versions],
                 "differences": sorted(self.differences),
                 "previous-version": self.previous_version,
@@ -157,7 +157,7 @@ class WindowRequest:
             due=frozenset(_values(config, "streams-due", str)),
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),
-            formats=lossy(dict(zip(names, formats, strict=True))),
+            compression=lossy(dict(zip(names, formats, strict=True))),
             kinds=dict(zip(names, kinds, strict=True)),
             differences=frozenset(_values(config, "differences", str)),
             previous_version=_value(config, "previous-version", int),

@@ -90,7 +90,9 @@ def open_run(
             num_steps=run.windows[-1].stop,
             num_windows=len(run.windows) - 1,
             stream_bytes=stream_bytes(state.templates),
-            compressed_bytes=compressed_bytes(state.reply_templates, state.formats, state.kinds),
+            compressed_bytes=compressed_bytes(
+                state.reply_templates, state.compression, state.kinds
+            ),
             clients={member.name: member.info for member in members},
         )
     )

@@ -42,7 +42,6 @@ BY_SECURE_SUMS: Final = Excluded(
 )
 _ARGUMENTS: Final = {
     "outer.name": "outer",
-    "compression": "formats",
     "run.resume": "resume",
     "sync_once_at": "schedule.once_at",
     "sync_phase": "schedule.phases",
@@ -64,7 +63,7 @@ class Constructed(Protocol):
 def check_options(
     strategy: Constructed,
     eval_every: int,
-    formats: Mapping[str, str] | None,
+    compression: Mapping[str, str] | None,
     outer: OuterOptimizer | None,
     resume: Checkpoint | None,
 ) -> None:
@@ -79,7 +78,7 @@ def check_options(
         "sync_delay": delay,
         "sync_once_at": sorted(schedule.once_at),
         "sync_phase": schedule.phases,
-        "compression": lossy(formats or {}),
+        "compression": lossy(compression or {}),
         # With averaged gradients it is the only optimizer.
         "outer.name": outer and GRADIENTS not in schedule.periods and type(outer).__name__,
         "run.resume": resume and type(resume).__name__,

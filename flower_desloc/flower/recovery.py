@@ -112,7 +112,7 @@ class Recovery(RoundHook):
 
     def _note_lost_states(self) -> None:
         state = self._state
-        if all(v == state.step for v in state.versions.values()) and not state.formats:
+        if all(v == state.step for v in state.versions.values()) and not state.compression:
             return  # the clients need nothing that the server does not have
         for member in self._loop.members.present(state.step):
             if not member.versions:

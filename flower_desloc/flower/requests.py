@@ -100,7 +100,7 @@ class Requests:
             due=window.due,
             versions=run.state.versions,
             resets=run.schedule.resets,
-            formats=run.state.formats,
+            compression=run.state.compression,
             kinds=run.state.kinds,
             differences=frozenset(name for name, (_, differs) in sent.items() if differs),
             previous_version=run.state.previous_version,

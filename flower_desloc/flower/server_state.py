@@ -39,7 +39,7 @@ class ServerState:
     """Step of the last evaluation."""
     versions: dict[str, int] = field(default_factory=dict)
     """Step of the last average or reset of every stream; 0 before the first."""
-    formats: Mapping[str, Format] = field(default_factory=dict)
+    compression: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are sent in a lossy format."""
     kinds: Kinds = field(default_factory=dict)
     """Of the states for which PyTorch's names do not give it (``kind_of``)."""
@@ -66,26 +66,28 @@ class ServerState:
     def of(
         cls,
         schedule: SyncSchedule,
-        initial: Streams,
-        formats: Mapping[str, str],
-        kinds: Kinds,
+        initial: Streams | None,
+        compression: Mapping[str, str] | None,
+        kinds: Kinds | None,
         outer: OuterOptimizer | None,
     ) -> Self:
         """Return the state before a run, from the streams of a new worker.
 
         Raises ``ValueError`` for a lossy format of a stream that it does not have.
         """
-        of_gradients = GRADIENTS in schedule.periods
+        initial, of_gradients = initial or {}, GRADIENTS in schedule.periods
         state = cls(
             versions=dict.fromkeys([PARAMS] if of_gradients else schedule.periods, 0),
-            formats=lossy(formats),
-            kinds=kinds,
+            compression=lossy(compression or {}),
+            kinds=kinds or {},
             templates={name: meta(stream) for name, stream in initial.items()},
             outer=outer,
             averages_gradients=of_gradients,
         )
-        if unknown := state.formats.keys() - {PARAMS, *initial}:
-            raise ValueError(f"formats of {sorted(unknown)} need templates={{...}} that have them")
+        if unknown := state.compression.keys() - {PARAMS, *initial}:
+            raise ValueError(
+                f"compression of {sorted(unknown)} needs templates={{...}} that have them"
+            )
         for name, stream in initial.items():
             if not starts_at_zero(name):
                 state.averages[name] = to_record(stream)
@@ -152,9 +154,9 @@ class ServerState:
     def average(self, name: str) -> dict[str, Tensor]:
         """Return the last average of a stream, decoded."""
         stream = from_record(self.averages[name])
-        if name in self.formats and name != PARAMS:
+        if name in self.compression and name != PARAMS:
             return decode_stream(
-                name, stream, self.formats[name], self.templates[name], kind=self.kind(name)
+                name, stream, self.compression[name], self.templates[name], kind=self.kind(name)
             )
         return stream
 
@@ -187,7 +189,7 @@ class ServerState:
             self.versions[name] = window.stop
         if has_params:
             self.versions |= dict.fromkeys(resets, window.stop)
-            if self.outer is not None and PARAMS in self.formats:
+            if self.outer is not None and PARAMS in self.compression:
                 self.outer.set_params(self.average(PARAMS))
         self.step = window.stop
 
@@ -203,7 +205,7 @@ class ServerState:
             _require_finite(PARAMS, streams[PARAMS], window, "outer.lr")
 
     def _encode(self, name: str, stream: Stream) -> None:
-        format_ = self.formats.get(name)
+        format_ = self.compression.get(name)
         if format_ is None:
             self.averages.pop(name, None)  # free its memory first
             self.averages[name] = to_record(stream)
@@ -232,12 +234,12 @@ class ServerState:
             name: decode_stream(
                 name,
                 stream,
-                self.formats[name],
+                self.compression[name],
                 self.templates[name],
                 kind=self.kind(name),
                 reference=self.average(PARAMS) if name == PARAMS else None,
             )
-            if name in self.formats
+            if name in self.compression
             else stream
             for name, stream in streams.items()
         }
@@ -272,7 +274,7 @@ class ServerState:
             elif name.startswith(_DIFFERENCE):
                 self.difference = to_record(stream)
             else:
-                if name in self.templates and (name == PARAMS or name not in self.formats):
+                if name in self.templates and (name == PARAMS or name not in self.compression):
                     check_like(name, stream, self.templates[name])
                 self.averages[name] = to_record(stream)
         self.step, self.evaluated = to.step, to.evaluated

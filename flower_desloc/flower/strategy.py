@@ -65,7 +65,7 @@ class DesLoc(Strategy):
         Metrics from totals added over clients; by default theirs are averaged by their examples.
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
-    formats : Mapping[str, str], optional
+    compression : Mapping[str, str], optional
         Lossy format of a stream in messages: ``bf16``, ``int8``, ``int4`` or ``int2``. Those of
         optimizer states need ``templates``.
     kinds : Mapping[str, Kind], optional
@@ -113,7 +113,7 @@ class DesLoc(Strategy):
         templates: Mapping[str, Stream] | None = None,
         metrics: FromTotals | None = None,
         evaluate_clients: bool = True,
-        formats: Mapping[str, str] | None = None,
+        compression: Mapping[str, str] | None = None,
         kinds: Kinds | None = None,
         sync_delay: int = 0,
         sync_bound: bool = True,
@@ -125,13 +125,13 @@ class DesLoc(Strategy):
     ) -> None:
         self.schedule, self.num_steps, self.policy = schedule, num_steps, policy or Policy()
         self.sync_delay, self.sync_bound = sync_delay, sync_bound
-        check_options(self, eval_every, formats, outer, resume)
+        check_options(self, eval_every, compression, outer, resume)
         self.eval_every, self.evaluate_clients, self.metrics = eval_every, evaluate_clients, metrics
         self.run_key = resume.run_key if resume else run_key or secrets.token_hex(8)
         self.seed, self.code, self.checkpoints, self.resume = seed, code or {}, checkpoints, resume
         self.windows: Sequence[Window] = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         require_window(resume, self.windows, schedule)
-        self.state = ServerState.of(schedule, templates or {}, formats or {}, kinds or {}, outer)
+        self.state = ServerState.of(schedule, templates, compression, kinds, outer)
         self.paces = Paces(self.policy, resume.paces if resume else {})
         self.requests, self.weighting = Requests(self), Weighting(self)
         self.loop: RoundLoop  # from the opening of the run

@@ -26,7 +26,7 @@ from flower_desloc.core.types import Streams
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import LocalSteps, StepMetrics, Worker, own_loop
 from flower_desloc.flower.client_state import ClientState, StateFiles
-from flower_desloc.flower.coding import encoded
+from flower_desloc.flower.compression import encoded
 from flower_desloc.flower.messages import (
     PROXIMAL_MU,
     STATE_LOST,
@@ -234,7 +234,7 @@ def open_window(
     # Encode what is due, and save the rest.
     due: Streams = {name: streams[name] for name in request.due}
     residuals = start.residuals
-    if request.formats:
+    if request.compression:
         due, residuals = encoded(request, streams, start.references, residuals)
     sent = request.due - {*window.late}
     kept = {name: stream for name, stream in streams.items() if name not in sent}

@@ -11,7 +11,7 @@ from flower_desloc.core.types import Stream, Streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower import late_averages
 from flower_desloc.flower.client_state import ClientState, StateFiles
-from flower_desloc.flower.coding import decoded, references
+from flower_desloc.flower.compression import decoded, references
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.flower.tensor_file import DamagedFileError
@@ -39,7 +39,7 @@ class WindowStart:
     """Of every stream, the local steps that the client has taken since its average."""
     references: Streams
     residuals: Streams
-    """What compression keeps (``flower_desloc.flower.coding``)."""
+    """What compression keeps (``flower_desloc.flower.compression``)."""
     loop_state: Mapping[str, Any]
     """What a training loop of the user's own has kept."""
 
@@ -93,15 +93,15 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             name: counts.get(name, 0) if state and state.has(name, version) else 0
             for name, version in request.versions.items()
         },
-        references=references(request, state, received) if request.formats else {},
-        residuals=dict(state.residuals) if state and request.formats else {},
+        references=references(request, state, received) if request.compression else {},
+        residuals=dict(state.residuals) if state and request.compression else {},
         loop_state=state.loop_state if state else {},
     )
 
 
 def _received(request: WindowRequest, state: ClientState | None, worker: Worker) -> Streams:
-    """Return the streams that were sent; without formats they are as they arrived."""
-    return decoded(request, state, worker) if request.formats else request.streams
+    """Return the streams that were sent; uncompressed ones are as they arrived."""
+    return decoded(request, state, worker) if request.compression else request.streams
 
 
 def params_to_use(worker: Worker, request: WindowRequest, files: StateFiles) -> Stream | None:
@@ -138,8 +138,8 @@ def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         versions={**before.versions, **{name: request.versions[name] for name in newer}},
         steps_since_average={**before.steps_since_average, **dict.fromkeys(newer, 0)},
         streams={**{name: own.streams[name] for name in kept}, **copies},
-        references=references(request, state, received) if request.formats else {},
-        residuals=before.residuals if request.formats else {},
+        references=references(request, state, received) if request.compression else {},
+        residuals=before.residuals if request.compression else {},
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )

@@ -129,12 +129,12 @@ def test_the_smallest_second_moments_survive_beside_the_greatest():
 # ------------------------------------------------------------------------------------ Federations
 
 
-def run(name: str, formats: Mapping[str, str], folder: Any, **options: Any) -> Run:
-    return Run(name, (2, 3, 5), folder, formats=formats, **options)
+def run(name: str, compression: Mapping[str, str], folder: Any, **options: Any) -> Run:
+    return Run(name, (2, 3, 5), folder, compression=compression, **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "formats"),
+    ("name", "compression"),
     [
         ("adopt", ALL_CODED),
         ("adam", ALL_CODED),
@@ -145,11 +145,11 @@ def run(name: str, formats: Mapping[str, str], folder: Any, **options: Any) -> R
     ],
     ids=["adopt", "adam", "bf16", "v", "params", "two bits"],
 )
-def test_a_federation_of_coded_streams_is_algorithm_1_with_these_codes(name, formats, tmp_path):
-    federation = run(name, formats, tmp_path)
+def test_a_federation_of_coded_streams_is_algorithm_1_with_these_codes(name, compression, tmp_path):
+    federation = run(name, compression, tmp_path)
     codes = {
         stream: partial(there_and_back, format_=format_, signed=stream != "exp_avg_sq")
-        for stream, format_ in formats.items()
+        for stream, format_ in compression.items()
     }
     assert_close(federation.start(), oracle(federation, codes=codes))
 
@@ -202,16 +202,16 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("formats", "said"),
+    ("compression", "said"),
     [
         ({"params": "int7"}, "params=int7: no such format; there are fp32, bf16, int8, int4"),
         ({"buffers": "int8"}, "buffers=int8: buffers are sent as fp32 only"),
-        ({"exp_avg": "int8"}, r"formats of \['exp_avg'\] need templates="),
+        ({"exp_avg": "int8"}, r"compression of \['exp_avg'\] needs templates="),
     ],
 )
-def test_a_format_that_cannot_be_is_refused(formats, said):
+def test_a_format_that_cannot_be_is_refused(compression, said):
     with pytest.raises(ValueError, match=said):
-        DesLoc(SyncSchedule({PARAMS: 1, "exp_avg": 1}), 4, formats=formats)
+        DesLoc(SyncSchedule({PARAMS: 1, "exp_avg": 1}), 4, compression=compression)
 
 
 def test_a_reply_of_other_bytes_is_left_out(tmp_path):

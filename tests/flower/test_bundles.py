@@ -129,12 +129,12 @@ def test_a_name_both_in_a_bundle_and_alone_is_refused():
 
 
 @pytest.mark.parametrize("understood", [True, False])
-@pytest.mark.parametrize("formats", [{}, {"params": "int8", "exp_avg_sq": "bf16"}], ids=str)
-def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, monkeypatch):
+@pytest.mark.parametrize("compression", [{}, {"params": "int8", "exp_avg_sq": "bf16"}], ids=str)
+def test_a_run_with_bundles_gives_the_same_bits(compression, understood, tmp_path, monkeypatch):
     """Arrays are bundled unless a client does not say that it reads bundles."""
 
     def run(folder):
-        run = Run("adam", (2, 3, 5), folder, formats=formats)
+        run = Run("adam", (2, 3, 5), folder, compression=compression)
         bundled_arrays: list[Array] = []
 
         def observe(asked, reply):

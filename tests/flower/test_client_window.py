@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "late": {"sync_delay": 2},
     "joiner": {"present": lambda m, t: m < 2 or t >= 4, "sync_bound": True},
     "unequal": {"policy": Policy(min_steps=0.3, step_seconds={"client-0": 1.0, "client-1": 4.0})},
-    "lossy": {"formats": LOSSY},
+    "lossy": {"compression": LOSSY},
 }
 
 
@@ -101,8 +101,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_both_forms_of_a_client_end_equal(name, kind, tmp_path):
     case, options = CASES[name], OPTIONS[kind]
     schedule = SyncSchedule(case.periods(3, 4, 6))
-    if "formats" in options:
-        options = {"formats": {s: f for s, f in LOSSY.items() if s in schedule.periods}}
+    if "compression" in options:
+        options = {"compression": {s: f for s, f in LOSSY.items() if s in schedule.periods}}
 
     def run(folder: str) -> Run:
         return Run(case, schedule, tmp_path / folder, lr_schedule=falling, **options)

@@ -75,7 +75,7 @@ def has_arrays(messages: Sequence[Message]) -> list[bool]:
     "options",
     [
         {},
-        {"formats": {"params": "int8", "exp_avg": "bf16", "exp_avg_sq": "int4"}},
+        {"compression": {"params": "int8", "exp_avg": "bf16", "exp_avg_sq": "int4"}},
         {"outer": OuterOptimizer(partial(torch.optim.SGD, lr=0.7))},
     ],
     ids=["exact", "coded", "outer"],

@@ -68,7 +68,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "joiner, no v": {"present": joins, "periods": (2, 4, NEVER)},
     "joiner, no u": {"present": joins, "periods": (2, NEVER, 4)},
     "unequal": {"policy": {"min_steps": 0.3, "step_seconds": {"client-0": 1.0, "client-1": 4.0}}},
-    "lossy": {"formats": LOSSY},
+    "lossy": {"compression": LOSSY},
 }
 
 
@@ -92,8 +92,8 @@ def test_a_parameter_trains_as_if_all_had_the_settings_of_its_group(
     policy = Policy(norm_bound=None, **options.pop("policy", {}))
     case = OPTIMIZERS[name]
     schedule = SyncSchedule(case.periods(*options.pop("periods")))
-    if "formats" in options:
-        options["formats"] = {s: f for s, f in LOSSY.items() if s in schedule.periods}
+    if "compression" in options:
+        options["compression"] = {s: f for s, f in LOSSY.items() if s in schedule.periods}
 
     def ends(kind: str) -> list[State]:
         made = replace(case, make=makes(case, of_a_group(case) | more)[kind])

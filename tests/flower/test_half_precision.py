@@ -108,8 +108,8 @@ def test_an_average_is_the_mean_in_float32_and_returns_in_two_bytes_a_value(
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "lossy": {"formats": {"params": "int8", "exp_avg": "int4", "exp_avg_sq": "int8"}},
-    "bf16": {"formats": {"params": "bf16", "exp_avg": "bf16"}},
+    "lossy": {"compression": {"params": "int8", "exp_avg": "int4", "exp_avg_sq": "int8"}},
+    "bf16": {"compression": {"params": "bf16", "exp_avg": "bf16"}},
     "late": {"sync_delay": 1},
     "median": {"policy": Policy(average="median")},
 }

@@ -80,7 +80,7 @@ def test_a_client_killed_in_a_window_of_coded_streams_repeats_it_to_the_same_bit
         "delay": delay,
         "policy": Policy(on_failure="continue", min_clients=3, **unequal),
         "schedule": SyncSchedule(OPTIMIZERS["adam"].periods(3, 4, 6), phases={"exp_avg": 1}),
-        "formats": {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        "compression": {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
         "num_steps": 12,
         "sync_bound": True,
     }

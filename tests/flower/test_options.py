@@ -43,7 +43,7 @@ MEDIAN = Policy(average="median")
         ),
         (
             *("quickstart", f"{SECURE} compression.params=int8"),
-            *(lambda: secure(formats={"params": "int8"}), "formats"),
+            *(lambda: secure(compression={"params": "int8"}), "compression"),
         ),
         ("fedadam", "sync_delay=2", lambda: fedadam(sync_delay=2), "sync_delay"),
         (
@@ -54,7 +54,7 @@ MEDIAN = Policy(average="median")
         ("fedadam", "run.resume=auto", lambda: fedadam(resume=object()), "resume"),
         (
             *("fedadam", "compression.params=int8"),
-            *(lambda: fedadam(formats={"params": "int8"}), "formats"),
+            *(lambda: fedadam(compression={"params": "int8"}), "compression"),
         ),
     ],
 )
@@ -78,6 +78,6 @@ def test_what_is_off_may_be_stated():
 def test_the_format_of_every_stream_by_default_may_be_stated():
     exact = {"params": "fp32"}
     for make in (secure, fedadam, data_parallel):
-        make(formats=exact, templates={"params": {}})
+        make(compression=exact, templates={"params": {}})
     for words in (("fedadam", ""), ("quickstart", SECURE)):
         load(words[0], f"compression.params=fp32 {words[1]}".strip())

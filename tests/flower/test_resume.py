@@ -154,11 +154,11 @@ CASES = {
     "DiLoCo": Case(schedule=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(
         "muon",
-        options={"formats": {**CODES, "momentum_buffer": "int8"}},
+        options={"compression": {**CODES, "momentum_buffer": "int8"}},
         present=lambda m, t: m != 2 or not 4 <= t < 7,
     ),
     "coded DiLoCo": Case(
-        schedule=DILOCO, outer=nesterov, every=2, options={"formats": {PARAMS: "int8"}}
+        schedule=DILOCO, outer=nesterov, every=2, options={"compression": {PARAMS: "int8"}}
     ),
     "reset states": Case("adam", (3, RESET, RESET)),
     "late averages": Case("adam", (3, 4, 6), options={"sync_delay": 2}),
@@ -167,7 +167,7 @@ CASES = {
         "adam",
         SyncSchedule(ADAM.periods(2, 4, 6), phases={"exp_avg": 2, "exp_avg_sq": 4}),
         present=lambda m, t: m != 2 or not 4 <= t < 8,
-        options={"formats": CODES, "sync_delay": 1},
+        options={"compression": CODES, "sync_delay": 1},
     ),
     "late DiLoCo": Case(schedule=DILOCO, outer=nesterov, options={"sync_delay": 2}),
     "sites of unequal speed": Case(
@@ -176,7 +176,7 @@ CASES = {
         every=2,
         policy=Policy(min_steps=0.3, step_seconds=PACES),
         present=lambda m, t: m != 1 or not 4 <= t < 6,
-        options={"formats": {PARAMS: "int8"}, "sync_delay": 1},
+        options={"compression": {PARAMS: "int8"}, "sync_delay": 1},
     ),
     "data parallelism": Case(
         schedule=SyncSchedule({GRADIENTS: 1}), outer=lambda: OuterOptimizer(ADAM.make), every=3

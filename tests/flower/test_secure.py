@@ -330,7 +330,7 @@ def test_a_client_that_joins_or_leaves_and_one_that_has_lost_its_state(tmp_path,
         ({"policy": Policy(weighting="examples")}, "policy.weighting=examples"),
         ({"policy": Policy(min_steps=0.5)}, "policy.min_steps=0.5"),
         ({"sync_delay": 1}, "sync_delay=1"),
-        ({"formats": {"params": "int8"}}, "formats=.*int8"),
+        ({"compression": {"params": "int8"}}, "compression=.*int8"),
     ],
 )
 def test_what_needs_a_single_clients_update_is_refused(tmp_path, options, why):

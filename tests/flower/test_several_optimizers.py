@@ -44,12 +44,12 @@ def test_one_client_equals_the_plain_loop_of_both_optimizers_to_the_bit(tmp_path
     assert state["exp_avg"].keys() == named.keys() - hidden.keys()
 
 
-@pytest.mark.parametrize("formats", [{}, LOSSY], ids=["exact", "coded"])
-def test_the_bytes_are_those_of_the_tensors_that_a_stream_has(formats, tmp_path):
-    run = Run("muon", SyncSchedule(PERIODS), tmp_path, num_steps=13, formats=formats)
+@pytest.mark.parametrize("compression", [{}, LOSSY], ids=["exact", "coded"])
+def test_the_bytes_are_those_of_the_tensors_that_a_stream_has(compression, tmp_path):
+    run = Run("muon", SyncSchedule(PERIODS), tmp_path, num_steps=13, compression=compression)
     params = {key: p.detach() for key, p in Quadratic().module().named_parameters()}
     streams = {PARAMS: params, **run.zeros}
-    sizes, compressed = stream_bytes(streams), compressed_bytes(streams, formats, {})
+    sizes, compressed = stream_bytes(streams), compressed_bytes(streams, compression, {})
     assert sizes["momentum_buffer"] + sizes["exp_avg"] == sizes[PARAMS]
     run.start()
     times = run.schedule.num_events(13)

@@ -134,7 +134,7 @@ RENAMED = {"exp_avg": "mean", "exp_avg_sq": "square", PARAMS: PARAMS}
 
 
 @pytest.mark.parametrize(
-    ("formats", "options"),
+    ("compression", "options"),
     [
         ({}, {"sync_bound": True}),
         ({PARAMS: "int8", "exp_avg": "int4", "exp_avg_sq": "int8"}, {}),
@@ -142,14 +142,14 @@ RENAMED = {"exp_avg": "mean", "exp_avg_sq": "square", PARAMS: PARAMS}
     ],
     ids=["bounded", "coded", "late"],
 )
-def test_the_names_of_states_make_no_difference(formats, options, tmp_path):
+def test_the_names_of_states_make_no_difference(compression, options, tmp_path):
     """Coded, bounded, merged late, and for a client that joins without an average of v."""
 
     def ends(cls, names, kinds):
         case = OptimizerCase(
             lambda p: cls(p, lr=0.02, betas=(0.9, 0.95), eps=1e-3), CASES["paper_adam"].oracle, 0.02
         )
-        rare: Period = 6 if formats else NEVER
+        rare: Period = 6 if compression else NEVER
         periods = {PARAMS: 2, names["exp_avg"]: 4, names["exp_avg_sq"]: rare}
         run = Run(
             case,
@@ -157,7 +157,7 @@ def test_the_names_of_states_make_no_difference(formats, options, tmp_path):
             tmp_path / cls.__name__,
             problem=Quadratic(),
             present=lambda m, t: m != 1 or t >= 6,
-            formats={names[name]: format_ for name, format_ in formats.items()},
+            compression={names[name]: format_ for name, format_ in compression.items()},
             kinds=kinds,
             **options,
         )

@@ -267,7 +267,9 @@ def carrier(run: Carries, grid: Grid) -> Iterator[Carrier | None]:
             server,
             address,
             folder,
-            lambda due: body.expected_rows(due, state.reply_templates, state.formats, state.kinds),
+            lambda due: body.expected_rows(
+                due, state.reply_templates, state.compression, state.kinds
+            ),
         )
     finally:
         server.close()

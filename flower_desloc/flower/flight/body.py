@@ -44,7 +44,7 @@ def rows_of(records: Mapping[str, ArrayRecord]) -> list[Row]:
 
 
 def expected_rows(
-    due: Iterable[str], templates: Streams, formats: Mapping[str, Format], kinds: Kinds
+    due: Iterable[str], templates: Streams, compression: Mapping[str, Format], kinds: Kinds
 ) -> list[Row] | None:
     """Return what a reply with the streams ``due`` has; None where that is not known yet."""
     rows: list[Row] = []
@@ -54,8 +54,8 @@ def expected_rows(
         signed = kind_of(stream, kinds).is_signed
         for name, tensor in templates[stream].items():
             row = stated(tensor.dtype, tuple(tensor.shape))
-            if stream in formats:
-                size = coded_bytes(formats[stream], tensor, signed=signed)
+            if stream in compression:
+                size = coded_bytes(compression[stream], tensor, signed=signed)
                 row = stated(torch.uint8, (size,))
             if row is None:
                 return None
