@@ -65,8 +65,8 @@ class Checkpoint:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
         try:
-            about = tensor_file.metadata(path)
-            if about is None or about.keys() != _ABOUT:
+            metadata = tensor_file.metadata(path)
+            if metadata is None or metadata.keys() != _METADATA:
                 raise CheckpointError(
                     f"{path} is not a complete checkpoint; take the one before it"
                 )
@@ -75,10 +75,10 @@ class Checkpoint:
             raise CheckpointError(f"{error}; take the checkpoint before it") from error
         outer = {n.removeprefix(_OUTER): s for n, s in streams.items() if n.startswith(_OUTER)}
         averages = {n: s for n, s in streams.items() if not n.startswith(_OUTER)}
-        return cls(**about, averages=averages, outer=outer)
+        return cls(**metadata, averages=averages, outer=outer)
 
 
-_ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
+_METADATA = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
 
 
 class Checkpoints:
@@ -103,11 +103,11 @@ class Checkpoints:
         """
         path = self._path(checkpoint.step)
         outer = {f"{_OUTER}{name}": stream for name, stream in checkpoint.outer.items()}
-        about: dict[str, Any] = {name: getattr(checkpoint, name) for name in _ABOUT}
-        about["settings"] = self.settings
+        metadata: dict[str, Any] = {name: getattr(checkpoint, name) for name in _METADATA}
+        metadata["settings"] = self.settings
         try:
             with atomic_write(path) as temporary:
-                tensor_file.write(temporary, about, {**checkpoint.averages, **outer})
+                tensor_file.write(temporary, metadata, {**checkpoint.averages, **outer})
             for old in self.all()[:-KEEP]:
                 old.unlink()
         except OSError as error:

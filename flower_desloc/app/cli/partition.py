@@ -51,11 +51,11 @@ def partition(
 
 def _table(data: Mapping[str, Mapping[str, int]], task: str) -> Table:
     rows = []
-    for client, held in [*data.items()][:_SHOWN]:
-        total = sum(held.values())
-        name = max(held, key=lambda name: held[name])
-        part = f"{name} {percent_text(held[name] / total)}"
-        rows.append([client, size_text(total, task), str(len(held)), part])
+    for client, counts in [*data.items()][:_SHOWN]:
+        total = sum(counts.values())
+        name = max(counts, key=lambda name: counts[name])
+        part = f"{name} {percent_text(counts[name] / total)}"
+        rows.append([client, size_text(total, task), str(len(counts)), part])
     if len(data) > _SHOWN:
         rows.append([f"and {len(data) - _SHOWN} more"])
     parts = "domains" if task == TEXT else "labels"

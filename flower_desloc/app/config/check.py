@@ -128,13 +128,13 @@ def _check_text(config: Config) -> None:
     path, needed = Path(data.source).expanduser(), clients * (data.seq_len + 1)
     if (data.streaming and not data.max_bytes) or data.source == "builtin" or not path.exists():
         return  # a stream begins again where it ends
-    held = 0
+    num_bytes = 0
     for files, file in enumerate(filter(Path.is_file, chain([path], path.rglob("*"))), start=1):
-        held += file.stat().st_size
-        if held + files >= needed or file.suffix.lower() in (".gz", ".parquet"):  # compressed
+        num_bytes += file.stat().st_size
+        if num_bytes + files >= needed or file.suffix.lower() in (".gz", ".parquet"):  # compressed
             return
     raise ConfigError(
-        f"data.source={data.source}: it holds {held} bytes, and the {clients} clients need "
+        f"data.source={data.source}: it holds {num_bytes} bytes, and the {clients} clients need "
         f"data.seq_len + 1 = {data.seq_len + 1} tokens each; add text, or lower data.seq_len or "
         f"{_SIMULATED}"
     )

@@ -10,6 +10,7 @@ from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.rules import PAGE, family, longest_short, rule_for
 from flower_desloc.app.plan.theory import half_life
 from flower_desloc.app.plan.wall_clock import Topology
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.streams import starts_at_zero
 
@@ -133,11 +134,15 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
 def _bound_warnings(run: PlannedRun) -> Iterator[str]:
     if family(run) != "Adam" or run.bound:
         return
-    first, second = run.periods["exp_avg"], run.periods["exp_avg_sq"]
-    if isinstance(first, int) and first < (second if isinstance(second, int) else math.inf):
+    first, second = run.moment(Kind.FIRST_MOMENT), run.moment(Kind.SECOND_MOMENT)
+    assert first is not None, "an Adam has both moments"
+    assert second is not None
+    of_first, of_second = run.periods[first.name], run.periods[second.name]
+    rarest = of_second if isinstance(of_second, int) else math.inf
+    if isinstance(of_first, int) and of_first < rarest:
         yield (
-            f"sync.exp_avg={first}: averaged more often than exp_avg_sq, after which Adam can "
-            "spike; set sync_bound=true"
+            f"sync.{first.name}={of_first}: averaged more often than {second.name}, after which "
+            "Adam can spike; set sync_bound=true"
         )
 
 

@@ -17,7 +17,7 @@ from flower_desloc.app.config.units import (
 from flower_desloc.app.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.app.setup.machine import cores, device_memory, memory
 from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
-from flower_desloc.app.setup.preflight import Hardware, Needs, Parts
+from flower_desloc.app.setup.preflight import ByPurpose, Hardware, Needs
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.inprocess import num_threads
@@ -48,8 +48,8 @@ def memory_line(needs: Needs, hardware: Hardware) -> str:
     """Return the one line that is printed before a run starts."""
     return (
         f"{needs.num_params:,} parameters, computed in {precision_text(needs.config.model)}; "
-        f"without activations a client needs {_total(needs.client(hardware.device))} "
-        f"{_on(hardware)}, the server {_total(needs.server())}"
+        f"without activations a client needs {_total(needs.client_bytes(hardware.device))} "
+        f"{_on(hardware)}, the server {_total(needs.server_bytes())}"
     )
 
 
@@ -57,7 +57,7 @@ def _on(hardware: Hardware) -> str:
     return "on the CPU" if hardware.device.type == "cpu" else "on a GPU"
 
 
-def _total(parts: Parts) -> str:
+def _total(parts: ByPurpose) -> str:
     return bytes_text(sum(parts.values()))
 
 
@@ -78,23 +78,23 @@ def _model(needs: Needs) -> Iterator[str]:
 
 
 def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
-    yield from _table(f"a client needs, {_on(hardware)}", needs.client(hardware.device))
+    yield from _table(f"a client needs, {_on(hardware)}", needs.client_bytes(hardware.device))
     if hardware.device.type != "cpu":
-        yield from _table("and in the host's memory", needs.host_memory())
-    yield from _table("the server needs", needs.server())
+        yield from _table("and in the host's memory", needs.host_bytes())
+    yield from _table("the server needs", needs.server_bytes())
     yield (
         "not counted: activations, which data.micro_batch_size bounds; auto takes as many examples "
         "at once as fit on a GPU, and 1 on a CPU"
     )
     config = needs.config
-    clients = config.simulation.num_clients * needs.client_disk()
+    clients = config.simulation.num_clients * needs.client_disk_bytes()
     yield (
-        f"on disk: up to {bytes_text(needs.server_disk())} in the run's folder, and "
+        f"on disk: up to {bytes_text(needs.server_disk_bytes())} in the run's folder, and "
         f"{bytes_text(clients)} for the state of {config.simulation.num_clients} clients"
     )
 
 
-def _table(title: str, parts: Parts) -> Iterator[str]:
+def _table(title: str, parts: ByPurpose) -> Iterator[str]:
     yield f"{title}: {_total(parts)}"
     for what, count in parts.items():
         if count:
@@ -138,7 +138,7 @@ def _step(needs: Needs, hardware: Hardware) -> Iterator[str]:
     """
     if not hardware.exists:
         raise ValueError("this machine has no GPU that PyTorch can use")
-    needed = sum(needs.client(hardware.device).values())
+    needed = sum(needs.client_bytes(hardware.device).values())
     free = device_memory(hardware.device)[1]
     if needed > free:
         raise ValueError(

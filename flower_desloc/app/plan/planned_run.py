@@ -102,9 +102,10 @@ class PlannedRun:
         """The streams that decay."""
         return tuple(stream for stream in self.streams if stream.beta is not None)
 
-    def beta(self, name: str) -> float | None:
-        """Return the decay of a moment; None if the run has no such moment."""
-        return next((stream.beta for stream in self.moments if stream.name == name), None)
+    def moment(self, kind: Kind) -> PlannedStream | None:
+        """Return the moment of that kind; None if the run has none, or several."""
+        found = [stream for stream in self.moments if stream.kind is kind]
+        return found[0] if len(found) == 1 else None
 
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:

@@ -125,18 +125,22 @@ def family(run: PlannedRun) -> Family:
 
     Adam has ``sync_bound`` only for betas with beta1^2 < beta2; with others it was not measured.
     """
-    first, second = run.beta("exp_avg"), run.beta("exp_avg_sq")
+    first, second = (run.moment(kind) for kind in (Kind.FIRST_MOMENT, Kind.SECOND_MOMENT))
     if first is None or second is None:
         return "other"
-    if run.family == "Adam" and first**2 >= second:
+    if run.family == "Adam" and _beta(first) ** 2 >= _beta(second):
         return "other"
     return run.family
 
 
 def longest_short(run: PlannedRun) -> int:
     """Return the longest K_x that is short compared with the half-lives of the moments."""
-    names = ("exp_avg", "exp_avg_sq") if family(run) == "Adam" else ("exp_avg",)
-    return int(SHORT_HALF_LIVES * max(half_life(run.beta(name) or 0.0) for name in names))
+    kinds = [Kind.FIRST_MOMENT, *([Kind.SECOND_MOMENT] if family(run) == "Adam" else [])]
+    return int(SHORT_HALF_LIVES * max(half_life(_beta(run.moment(kind))) for kind in kinds))
+
+
+def _beta(moment: PlannedStream | None) -> float:
+    return (moment and moment.beta) or 0.0
 
 
 def rule_for(run: PlannedRun, of_params: int) -> Rule:

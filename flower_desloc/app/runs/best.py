@@ -137,11 +137,11 @@ class KeepBest(RoundHook):
         if _step_of(self._best) in range(self._checkpoint() + 1):
             shutil.rmtree(self._former, ignore_errors=True)
             self._best.rename(self._former)
-        about = {"metric": f"{self._criterion.where}/{self._criterion.metric}"}
+        facts = {"metric": f"{self._criterion.where}/{self._criterion.metric}"}
         with replaced(self._best) as partial:
             self._save(partial)
             (partial / _ABOUT).write_text(
-                json.dumps(about | {"value": self._value, "step": self._step}, indent=2) + "\n"
+                json.dumps(facts | {"value": self._value, "step": self._step}, indent=2) + "\n"
             )
 
     def _take_back(self, last: int) -> None:

@@ -126,4 +126,4 @@ def _can_resume(run: RunFolder, key: str) -> bool:
         found = [tensor_file.metadata(file) for file in Checkpoints(run.checkpoints).all()]
     except OSError:  # it cannot be read now
         return True
-    return key in [about["run_key"] for about in found if about]
+    return key in [metadata["run_key"] for metadata in found if metadata]

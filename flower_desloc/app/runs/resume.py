@@ -73,9 +73,9 @@ def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] |
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
             )
         with suppress(OSError):  # reading the whole file reports it
-            about = tensor_file.metadata(file) or {}
-            if "settings" in about:
-                _require_same(config, about["settings"], file)
+            metadata = tensor_file.metadata(file) or {}
+            if "settings" in metadata:
+                _require_same(config, metadata["settings"], file)
     except CheckpointError as error:
         raise ConfigError(f"run.resume={wanted}: {error}") from error
     return folder, file

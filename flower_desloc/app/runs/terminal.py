@@ -177,13 +177,13 @@ def closing(run: RunRecord) -> str:
     }
     if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
         del columns["Local Adam"]
-    about = {
+    by_stream = {
         stream: (run.schedule.period_text(stream), str(summary["syncs"][stream]))
         for stream in run.periods
     }
     rows = [
         [stream, *cells, *(units.bytes_text(column.get(stream, 0)) for column in columns.values())]
-        for stream, cells in {**about, "total": ("", "")}.items()
+        for stream, cells in {**by_stream, "total": ("", "")}.items()
     ]
     page = StringIO()
     table = number_table(["stream", "averaged", "times", *columns], rows)

@@ -31,7 +31,7 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import RunInfo
 from flower_desloc.flower.rounds import RoundHook
 
-Parts = dict[str, int]
+ByPurpose = dict[str, int]
 """Bytes by purpose; they add up."""
 
 OVERRIDE = "run.preflight=warn starts the run anyway"
@@ -77,18 +77,18 @@ class Needs:
         return self.streams.schedule_of([*self._by_stream, *saved])
 
     @cached_property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of parameters and buffers."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         return sum(part.nbytes for tensor in tensors for part in parts(tensor))
 
     @cached_property
-    def gradients(self) -> int:
+    def gradient_bytes(self) -> int:
         """Bytes of the gradients."""
         return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
 
     @cached_property
-    def states(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of the optimizer states."""
         states = (stream for name, stream in self._by_stream.items() if name != PARAMS)
         return sum(p.nbytes for stream in states for p in stream.values())
@@ -121,9 +121,9 @@ class Needs:
         trained = {key: on_meta(p) for key, p in self._by_stream[PARAMS].items()}
         saved = {key: on_meta(b) for key, b in buffers(self.model).items()}
         names = dict.fromkeys([*self.schedule.periods, PARAMS])
-        held = {**self._by_stream, BUFFERS: saved, GRADIENTS: trained}
+        by_name = {**self._by_stream, BUFFERS: saved, GRADIENTS: trained}
         return {
-            name: saved if name == BUFFERS else {key: trained[key] for key in held.get(name, {})}
+            name: saved if name == BUFFERS else {key: trained[key] for key in by_name.get(name, {})}
             for name in names
         }
 
@@ -144,15 +144,15 @@ class Needs:
                 refused = error
         raise refused
 
-    def client(self, device: torch.device) -> Parts:
+    def client_bytes(self, device: torch.device) -> ByPurpose:
         """Return the memory of ``device`` that one client needs."""
         return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer states": self.states,
-        } | (self.host_memory() if device.type == "cpu" else {})
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer states": self.state_bytes,
+        } | (self.host_bytes() if device.type == "cpu" else {})
 
-    def host_memory(self) -> Parts:
+    def host_bytes(self) -> ByPurpose:
         """Return the host memory that a client needs on any device."""
         return {
             "Python": _CLIENT,
@@ -160,20 +160,20 @@ class Needs:
             "streams received or sent": max(self._averaged, self._due(self.sent_up)),
         }
 
-    def server(self) -> Parts:
+    def server_bytes(self) -> ByPurpose:
         """Return the host memory that the ServerApp needs."""
         policy, clients = self.config.federation, self.config.simulation.num_clients
         due = self._due(self.sizes)
         # Under a bound, two more are held until there are three to compare.
-        held = min(2, clients - 1) if policy.norm_bound is not None else 0
-        replies = 1 + held if policy.average == "mean" else clients
+        compared = min(2, clients - 1) if policy.norm_bound is not None else 0
+        replies = 1 + compared if policy.average == "mean" else clients
         by_gradients = GRADIENTS in self.sizes
         return {
             "Python": _SERVER,
             "averages": self._averaged,
             "the next averages": due,
             "replies": replies * due,  # decoded
-            "its own optimizer": self.states if by_gradients else self._outer_states(),
+            "its own optimizer": self.state_bytes if by_gradients else self._outer_states(),
         }
 
     def _outer_states(self) -> int:
@@ -184,31 +184,36 @@ class Needs:
         one = {"": torch.zeros(1)}
         outer.begin(one)
         outer.step(one, 0)
-        return len(outer.state.keys() - {STEP}) * self.gradients
+        return len(outer.state.keys() - {STEP}) * self.gradient_bytes
 
-    def machine(self, device: torch.device, at_once: int) -> int:
+    def machine_bytes(self, device: torch.device, at_once: int) -> int:
         """Return the memory that a simulation of all clients needs on one machine.
 
         Flower's link holds the replies that the server has not pulled yet.
         """
-        client = self.client(device) if device.type == "cpu" else self.host_memory()
+        client = self.client_bytes(device) if device.type == "cpu" else self.host_bytes()
         waiting = self.config.simulation.num_clients * self._due(self.sent_up)
-        return sum(self.server().values()) + waiting + at_once * sum(client.values()) + _SIMULATION
+        return (
+            sum(self.server_bytes().values())
+            + waiting
+            + at_once * sum(client.values())
+            + _SIMULATION
+        )
 
-    def federation(self, devices: Sequence[torch.device]) -> int:
+    def federation_bytes(self, devices: Sequence[torch.device]) -> int:
         """Return the memory that a server and sites, with a device each, need on one machine."""
-        on_cpu, on_gpu = self.client(torch.device("cpu")), self.host_memory()
+        on_cpu, on_gpu = self.client_bytes(torch.device("cpu")), self.host_bytes()
         sites = sum(sum((on_cpu if d.type == "cpu" else on_gpu).values()) for d in devices)
-        return sum(self.server().values()) + _SUPERLINK + len(devices) * _SUPERNODE + sites
+        return sum(self.server_bytes().values()) + _SUPERLINK + len(devices) * _SUPERNODE + sites
 
-    def client_disk(self) -> int:
+    def client_disk_bytes(self) -> int:
         """Return the disk space of one client's state."""
         return 0 if GRADIENTS in self.sizes else _CLIENT_FILES * self._kept
 
-    def server_disk(self) -> int:
+    def server_disk_bytes(self) -> int:
         """Return the disk space of the run's folder."""
         checkpoints = _CHECKPOINTS if self.config.run.checkpoint_every else 0
-        return checkpoints * self._averaged + self.weights
+        return checkpoints * self._averaged + self.weight_bytes
 
     @property
     def _kept(self) -> int:
@@ -269,7 +274,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         )
     elif device.type != "cpu":
         total, free = device_memory(device)
-        wanted = sum(needs.client(device).values()) / gpu_share(config)
+        wanted = sum(needs.client_bytes(device).values()) / gpu_share(config)
         yield from _memory("clients on one GPU", wanted, total, _SMALLER, free=free)
     elif torch.cuda.is_available():
         yield Finding(
@@ -279,7 +284,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
     if hardware.at_once > 1:
         who = f"the server and {hardware.at_once} clients at a time"
         change = f"simulate fewer clients at once (--workers 1), or {_SMALLER}"
-    yield from _host(needs, who, needs.machine(device, hardware.at_once), change, folder)
+    yield from _host(needs, who, needs.machine_bytes(device, hardware.at_once), change, folder)
 
 
 def federation_on_this_machine(
@@ -289,10 +294,10 @@ def federation_on_this_machine(
     for device, number in Counter(devices).items():
         if device.type == "cuda" and torch.cuda.is_available():
             total, free = device_memory(device)
-            wanted = number * sum(needs.client(device).values())
+            wanted = number * sum(needs.client_bytes(device).values())
             yield from _memory(f"{number} sites on {device}", wanted, total, _SMALLER, free=free)
     who, change = f"the server and {len(devices)} sites", f"use fewer --nodes, or {_SMALLER}"
-    yield from _host(needs, who, needs.federation(devices), change, folder)
+    yield from _host(needs, who, needs.federation_bytes(devices), change, folder)
 
 
 def _host(needs: Needs, who: str, wanted: int, change: str, folder: Path) -> Iterator[Finding]:
@@ -300,9 +305,9 @@ def _host(needs: Needs, who: str, wanted: int, change: str, folder: Path) -> Ite
     total, free = memory()
     yield from _memory(who, wanted, total, change, free=free)
     number = needs.config.simulation.num_clients
-    states = number * needs.client_disk()
+    states = number * needs.client_disk_bytes()
     yield from _disk(
-        needs.server_disk() + states,
+        needs.server_disk_bytes() + states,
         folder,
         f"give another --output-dir, or fewer clients: the state of {number} is "
         f"{bytes_text(states)} of it",
@@ -323,14 +328,16 @@ def on_the_server(
             continue  # an unusable report must not stop a run
         if info.memory_total is None:
             continue
-        wanted = sum(needs.client(device).values())
+        wanted = sum(needs.client_bytes(device).values())
         for found in _memory(name, wanted, info.memory_total, _SMALLER):
             # A run that continues without failed clients can continue without this one.
             yield replace(found, stops=needs.config.federation.on_failure == "stop")
     total, _ = memory()
-    yield from _memory("the server", sum(needs.server().values()), total, "use a larger machine")
+    yield from _memory(
+        "the server", sum(needs.server_bytes().values()), total, "use a larger machine"
+    )
     change = "give another --output-dir, or set run.checkpoint_every=0"
-    yield from _disk(needs.server_disk(), folder, change)
+    yield from _disk(needs.server_disk_bytes(), folder, change)
 
 
 def _memory(

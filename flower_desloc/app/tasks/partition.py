@@ -79,21 +79,21 @@ def partition_rows(
 def _partitioned(labels: tuple[Any, ...], rule: PartitionRule, num_clients: int) -> list[Rows]:
     partitioner = _partitioner(len(labels), rule, num_clients)
     partitioner.dataset = shuffled(labels, rule.seed)
-    held, num_labels = f"data.classes_per_client={rule.classes_per_client}", len({*labels})
+    stated, num_labels = f"data.classes_per_client={rule.classes_per_client}", len({*labels})
     if rule.name == "pathological" and rule.classes_per_client > num_labels:
-        raise ValueError(f"{held}: there are only {num_labels} labels")
+        raise ValueError(f"{stated}: there are only {num_labels} labels")
     try:
         # The pathological one warns of labels that no client holds; here that is an error.
         with warnings.catch_warnings(action="ignore"):
             clients = [partitioner.load_partition(i)["row"][:] for i in range(num_clients)]
     except ValueError as error:
         raise ValueError(
-            f"{held}: {num_clients} clients need more examples of a label than there are "
+            f"{stated}: {num_clients} clients need more examples of a label than there are "
             f"({error}); use fewer classes per client, or {FEWER_CLIENTS}"
         ) from error
     if missed := len(labels) - sum(map(len, clients)):
         raise ValueError(
-            f"{held}: with {num_clients} clients no client holds some labels, which leaves "
+            f"{stated}: with {num_clients} clients no client holds some labels, which leaves "
             f"{missed} of {len(labels)} examples out; use more classes per client, or at least "
             f"{num_labels} clients"
         )

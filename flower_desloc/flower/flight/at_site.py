@@ -81,21 +81,21 @@ def _send(
     from flower_desloc.flower.flight.transfer import Parts, TransferError
 
     data = body.views(body.rows_from_json(_value(record, "put-arrays", bytes)), arrays)
-    about = ConfigRecord()
+    answer = ConfigRecord()
     if data is not None:  # otherwise the server will say what is wrong with them
         try:
             _client(record).put(_value(record, "put", str), Parts(data))
         except TransferError as error:
             _forget_client()
-            about[BY_MESSAGE] = _reason(record, error)
+            answer[BY_MESSAGE] = _reason(record, error)
         else:
-            about["digest"] = body.digest(_value(record, "put-key", bytes), data)
+            answer["digest"] = body.digest(_value(record, "put-key", bytes), data)
             for name in arrays:
                 del reply.content[name]
-    if "digest" not in about:
+    if "digest" not in answer:
         for name, each in arrays.items():
             reply.content[name] = bundled(plain(each)) if bundles else plain(each)
-    reply.content[FLIGHT] = about
+    reply.content[FLIGHT] = answer
 
 
 def _client(record: ConfigRecord) -> "TensorClient":

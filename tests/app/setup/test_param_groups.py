@@ -284,7 +284,7 @@ def test_estimates_have_a_stream_of_some_parameters_at_its_size():
     streams = RunStreams(config).initial(model)
     assert needs.sizes == stream_bytes(streams)
     assert needs.compressed == compressed_bytes(streams, config.compression, {})
-    assert needs.states == sum(needs.sizes.values()) - needs.sizes["params"]
+    assert needs.state_bytes == sum(needs.sizes.values()) - needs.sizes["params"]
     run = planned_run(config, Link(bandwidth=1e6, latency=0.0), mfu=0.4)
     assert run.sizes == pytest.approx(needs.sizes)
     by_name = {stream.name: stream for stream in run.streams}

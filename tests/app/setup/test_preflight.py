@@ -103,7 +103,7 @@ def test_the_estimate_has_the_streams_of_the_run(preset):
     assert needs.sizes == stream_bytes(streams)
     assert needs.num_params == sum(p.numel() for p in model.parameters())
     states = [name for name in streams if name not in ("params", "buffers")]
-    assert needs.states == len(states) * needs.sizes["params"]
+    assert needs.state_bytes == len(states) * needs.sizes["params"]
 
 
 def status(field):
@@ -156,23 +156,25 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
         "simulation.num_clients=2"
     )
     needs = Needs(load("quickstart", settings))
-    parts = [*needs.client(CPU).items(), *needs.server().items()]
+    parts = [*needs.client_bytes(CPU).items(), *needs.server_bytes().items()]
     estimate = sum(size for what, size in parts if what != "Python")
     run_config = {"config": "quickstart", "overrides": settings, "output-dir": str(tmp_path)}
     taken = memory_since(lambda: run_in_process(run_config, 2))
     assert taken / 1.5 < estimate < taken * 1.5
     written = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    assert written < needs.server_disk() < 2.5 * written
+    assert written < needs.server_disk_bytes() < 2.5 * written
 
 
 def test_a_stream_that_is_never_averaged_is_not_held_by_the_server():
     settings = [*TINY.split(), "model.hidden_size=512", "run.steps=12", "sync.params=4"]
     needs = Needs(load("quickstart", [*settings, "sync.exp_avg=never", "sync.exp_avg_sq=13"]))
     params = needs.sizes["params"]
-    assert needs.server()["averages"] == needs.host_memory()["streams received or sent"] == params
-    assert needs.client_disk() == 4 * 3 * params
+    assert (
+        needs.server_bytes()["averages"] == needs.host_bytes()["streams received or sent"] == params
+    )
+    assert needs.client_disk_bytes() == 4 * 3 * params
     all_averaged = Needs(load("quickstart", [*settings, "sync.exp_avg=4", "sync.exp_avg_sq=12"]))
-    assert all_averaged.server()["averages"] == 3 * params
+    assert all_averaged.server_bytes()["averages"] == 3 * params
 
 
 # --- When a run is stopped --------------------------------------------------------------------
@@ -183,7 +185,7 @@ def clients(memory):
 
 
 def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_path):
-    need = sum(Needs(load("quickstart", TINY)).client(CPU).values())
+    need = sum(Needs(load("quickstart", TINY)).client_bytes(CPU).values())
 
     def start(memory, *settings):
         config = load("quickstart", f"{TINY} {' '.join(settings)}")
@@ -254,9 +256,9 @@ def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
 
 def test_a_federation_on_one_machine_needs_memory_for_every_site():
     needs = Needs(load("quickstart", [*TINY.split(), "model.hidden_size=512"]))
-    one, two, three = (needs.federation([CPU] * sites) for sites in (1, 2, 3))
-    assert three - two == two - one > sum(needs.client(CPU).values())
-    assert one > sum(needs.server().values()) + sum(needs.client(CPU).values())
+    one, two, three = (needs.federation_bytes([CPU] * sites) for sites in (1, 2, 3))
+    assert three - two == two - one > sum(needs.client_bytes(CPU).values())
+    assert one > sum(needs.server_bytes().values()) + sum(needs.client_bytes(CPU).values())
 
 
 # --- The measured step ------------------------------------------------------------------------
@@ -314,7 +316,7 @@ def scale():
 def test_an_estimate_leaves_no_tensor_without_a_value_in_a_tasks_caches():
     for cached in (numbers, scale):
         cached.cache_clear()
-    assert Needs(load("digits", f"task={__name__}:CachedData")).weights > 0
+    assert Needs(load("digits", f"task={__name__}:CachedData")).weight_bytes > 0
     assert (numbers(), scale()) == (1.0, 2.0)
 
 

@@ -145,8 +145,8 @@ def test_a_quantised_base_is_compared_and_counted_by_what_it_holds(tmp_path, mon
     model: Any = QuantisedBase(config).build_model()
     needs = Needs(config)
     sizes = [part.nbytes for t in model.state_dict().values() for part in parts(t)]
-    assert needs.weights == sum(sizes)
-    assert needs.client_disk() > 0
+    assert needs.weight_bytes == sum(sizes)
+    assert needs.client_disk_bytes() > 0
     assert measured_step(config, torch.device("cpu"), 16).peak > 0
     before = frozen(model)
     monkeypatch.setattr(QuantisedBase, "codes", 4)

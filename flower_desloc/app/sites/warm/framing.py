@@ -21,18 +21,18 @@ def send(
     connection: Connection,
     message: Message | None,
     context: Context,
-    about: Any = None,
+    metadata: Any = None,
     *,
     release: bool = False,
 ) -> None:
-    """Send a message, with its content or its error, its context, and ``about``, which is JSON.
+    """Send a message, with its content or its error, its context, and ``metadata``, which is JSON.
 
     With ``release`` its content is removed and each array is freed once it is sent.
     """
     arrays = [record[key] for record, key in _arrays(message)]
     bare = _without_data(message)
     for part in (
-        json.dumps([about, [len(array.data) for array in arrays]]).encode(),
+        json.dumps([metadata, [len(array.data) for array in arrays]]).encode(),
         serde.message_to_proto(bare).SerializeToString() if bare is not None else b"",
         serde.context_to_proto(context).SerializeToString(),
     ):
@@ -46,7 +46,7 @@ def send(
 
 def receive(connection: Connection) -> tuple[Message | None, Context, Any]:
     """Receive what ``send`` has sent; raises ``EOFError`` or ``OSError`` if the sender ends."""
-    about, sizes = json.loads(connection.recv_bytes())
+    metadata, sizes = json.loads(connection.recv_bytes())
     bare = connection.recv_bytes()
     message = serde.message_from_proto(message_pb2.Message.FromString(bare)) if bare else None
     context = serde.context_from_proto(message_pb2.Context.FromString(connection.recv_bytes()))
@@ -57,7 +57,7 @@ def receive(connection: Connection) -> tuple[Message | None, Context, Any]:
             if len(data) < size:
                 raise EOFError(f"the connection ended after {len(data)} of {size} bytes")
             record[key] = _with_data(record[key], data)
-    return message, context, about
+    return message, context, metadata
 
 
 def _without_data(message: Message | None) -> Message | None:
