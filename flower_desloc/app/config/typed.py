@@ -66,9 +66,11 @@ def _section(kind: type, content: Any, key: str) -> Any:
     for name in content:
         if name not in fields:
             names = sorted(fields)
+            more = f"; an argument of its own is {prefix}options.{name}"
             raise ConfigError(
                 f"{prefix}{name}: no such key{suggestion(name, names)}; "
                 f"{key or 'the configuration'} has {', '.join(names)}"
+                f"{more if 'options' in names else ''}"
             )
     stated = {name: typed(fields[name], value, prefix + name) for name, value in content.items()}
     try:

@@ -412,6 +412,7 @@ WRONG = {
     "optimizer.lrr=1": ["optimizer.lrr", "did you mean lr?", "betas", "weight_decay"],
     "optimizer=adam": ["optimizer=adam", "section", "optimizer.KEY=VALUE"],
     "extends=quickstart": ["extends: no such key"],
+    "optimizer.alpha=3": ["an argument of its own is optimizer.options.alpha"],
     "run.steps=12 lr_schedule.decay_steps=12": [
         "lr_schedule.warmup_steps=1 and lr_schedule.decay_steps=12",
         "do not fit into run.steps=12",
