@@ -8,7 +8,6 @@ Tables are written to research/tables/NAME.csv, and between the markers of the p
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import attacks
@@ -52,7 +51,7 @@ ON_PAGES: dict[tuple[str, str], Draw] = {
 FIGURES: dict[str, Callable[[], None]] = {
     "ladder": ladder.picture,
     "theorem": theorem.picture,
-    "thin_links": partial(report.picture, "cells"),
+    "thin_links": report.picture,
     **{m.__name__: m.picture for m in (doubling, late_averages, leanest)},
     "unequal_speeds": unequal_speeds.picture,
     **non_iid.FIGURES,

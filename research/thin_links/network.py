@@ -50,7 +50,7 @@ class Network:
     def hosts(self) -> list[Host]:
         """Where the SuperLink runs, and every SuperNode."""
         # A site reaches the relay at its own address, and the relay reaches the server.
-        seen = SERVER if self.netem else "127.0.0.1"
+        seen = "127.0.0.1" if self.has_relays else SERVER
         sites = [Host(self.enter(site), f"{seen}:{SUPERLINK}") for site in self.site_names]
         return [Host(self.enter("server"), f"{SERVER}:{SUPERLINK}"), *sites]
 
@@ -58,7 +58,12 @@ class Network:
     def data_address(self) -> str:
         """Where every site reaches the server for tensors, and the server listens."""
         # Not 127.0.0.1, where the server would not listen for others.
-        return f"{SERVER if self.netem else RELAY_OF_TENSORS}:{TENSORS}"
+        return f"{RELAY_OF_TENSORS if self.has_relays else SERVER}:{TENSORS}"
+
+    @property
+    def has_relays(self) -> bool:
+        """Whether relays delay what the sites send and receive."""
+        return self.round_trip > 0 and not self.netem
 
     @property
     def site_names(self) -> list[str]:
@@ -182,7 +187,7 @@ def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
     try:
         made.build()
         with ExitStack() as stack:
-            if not made.netem:
+            if made.has_relays:
                 where = {"127.0.0.1": (SUPERLINK, PROBE), RELAY_OF_TENSORS: (TENSORS,)}
                 for site, (here, ports) in product(made.site_names, where.items()):
                     words = ("relay", here, SERVER, round_trip / 2, *ports)

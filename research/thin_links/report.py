@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -16,25 +17,41 @@ from flower_desloc.app.config import load
 from flower_desloc.app.plan.from_config import planned_run
 from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
 
-CELLS = ("cells", "late", "leanest")
-"""Those with losses; the runs of `IDLE` have next to no payload."""
-IDLE = "idle"
-COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
+BASELINE = "Local AdamW"
+COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9", "leanest": "#009E73"}
 
 Run = dict[str, Any]
 
 
 def results_file(cells: str) -> Path:
     """Return the file of the results of ``CELLS.yaml``."""
-    suffix = "" if cells == "cells" else f"_{cells}"
-    return RESULTS / f"thin_links{suffix}.json"
+    return RESULTS / f"thin_links{'' if cells == 'cells' else f'_{cells}'}.json"
 
 
-def read_results(cells: str) -> tuple[dict[str, Any], list[Run], list[Run]]:
-    """Return the settings of ``CELLS.yaml``, its runs and the calibrations of its links."""
-    results = json.loads(results_file(cells).read_text())
-    runs = [found for found in results["files"] if "method" in found]
-    return results["cells"], runs, [found for found in results["files"] if "method" not in found]
+@cache
+def results(of: str = "cells") -> tuple[dict[str, Any], list[Run], list[Run]]:
+    """Return the settings of ``OF.yaml``, its runs in order, and the calibrations of its links."""
+    found = json.loads(results_file(of).read_text())
+    cells, order = found["cells"], list(found["cells"]["methods"])
+    runs = [each for each in found["files"] if "method" in each]
+    runs.sort(key=lambda run: (run["rate_mbit"], order.index(run["method"]), run["seed"]))
+    return cells, runs, [each for each in found["files"] if "method" not in each]
+
+
+def target(run: Run, share: float) -> float:
+    """Return the loss that the baseline, with the seed of ``run``, has after a share of its steps.
+
+    On a straight line between two evaluations. The baseline's losses are the same at every rate.
+    """
+    _, runs, _ = results()
+    seed = run["seed"]
+    [same, *_] = (each for each in runs if (each["method"], each["seed"]) == (BASELINE, seed))
+    seen = [(w["step"], w["loss"]) for w in same["windows"] if w["loss"] is not None]
+    step = share * seen[-1][0]
+    for (before, high), (after, low) in pairwise(seen):
+        if before <= step <= after:
+            return float(high + (low - high) * (step - before) / (after - before))
+    raise ValueError(f"{BASELINE} was not evaluated around step {step:g}")
 
 
 def elapsed(run: Run) -> list[float]:
@@ -91,8 +108,6 @@ def planned(run: Run, link: Link, window_seconds: float = 0.0) -> float:
     """Return the seconds per step that `desloc plan` gives for the star."""
     options: Run = {"step_seconds": run["step_seconds"], "flops": 1.0, "mfu": 1.0}
     config = load(run["preset"], run["overrides"])
-    if "gradients" in config.sync:  # a plan compares with data parallelism by itself
-        config = replace(config, sync={"params": 1, "exp_avg": "never", "exp_avg_sq": "never"})
     plan = replace(planned_run(config, link, **options), window_seconds=window_seconds)
     late = plan.late_waiting() if plan.delay else plan.waiting(plan.desloc, Topology.STAR)
     return plan.compute + late
@@ -115,33 +130,20 @@ def traffic(run: Run, way: str) -> dict[str, float]:
     return {"interface": on_wire, "headers": HEADERS * packets, "ledger": ledger}
 
 
-def least_by_machine(runs: list[Run], method: str | None = None) -> dict[str | None, float]:
+def least_window(runs: list[Run]) -> float:
     """Return the seconds that a window takes besides its steps, however fast the link is.
 
-    For each machine: the mean over its runs on the fastest links, by default of all methods. A
-    machine without such runs has the mean of the others.
+    The mean over the runs on the fastest links.
     """
     fastest = max(run["rate_mbit"] for run in runs)
-    found: dict[str | None, list[float]] = {}
-    for run in runs:
-        if run["rate_mbit"] == fastest and method in (None, run["method"]):
-            found.setdefault(machine(run), []).append(window_seconds(run))
-    least = {name: fmean(seconds) for name, seconds in found.items()}
-    return dict.fromkeys(map(machine, runs), fmean(least.values())) | least
+    return fmean(window_seconds(run) for run in runs if run["rate_mbit"] == fastest)
 
 
-def machine(run: Run) -> str | None:
-    """Return what names the machine of a run; None for runs that did not record it."""
-    name: str | None = run["machine"].get("boot")
-    return name
-
-
-def times(runs: list[Run], targets: list[float], least: dict[str | None, float]) -> Table:
-    """Return the table of times; ``least`` is from ``least_by_machine``.
-
-    A cell is the mean over seeds, with the lowest and the highest.
-    """
-    heads = ["Mbit/s", "method", "seeds", *(f"s to {target:g}" for target in targets)]
+def times() -> Table:
+    """Return the table of times; a cell is the mean over seeds, with the lowest and the highest."""
+    cells_, runs, _ = results()
+    least, shares = least_window(runs), cells_["targets"]
+    heads = ["Mbit/s", "method", "seeds", *(f"s to {share:.0%} of Local" for share in shares)]
     heads += ["last loss", "tokens/s", "computing, %", "s a step", "slowest client's own, s"]
     heads += ["plan", "error, %", "W", "plan with W", "error, %"]
     rows = []
@@ -155,14 +157,15 @@ def times(runs: list[Run], targets: list[float], least: dict[str | None, float])
             for of in ("tokens_per_step", "step_seconds")
         )
         cells = [f"{rate:g}", method, str(len(seeds))]
-        cells += [spread([time_to(run, target) for run in seeds], ".0f") for target in targets]
+        cells += [
+            spread([time_to(run, target(run, share)) for run in seeds], ".0f") for share in shares
+        ]
         cells += [spread([end["loss"] for end in ends], ".3f"), spread(tokens, ".0f")]
         cells += [spread([100 * share for share in computing], ".0f"), spread(paces, ".3f")]
         cells += [spread(list(map(pace, seeds)), ".3f")]
-        windows = spread([least[machine(run)] for run in seeds], ".2f")
         for words, plans in (
             ([], [planned(run, stated_link(run)) for run in seeds]),
-            ([windows], [planned(run, measured_link(run), least[machine(run)]) for run in seeds]),
+            ([f"{least:.2f}"], [planned(run, measured_link(run), least) for run in seeds]),
         ):
             errors = [100 * (plan / pace - 1) for plan, pace in zip(plans, paces, strict=True)]
             cells += [*words, spread(plans, ".3f"), spread(errors, "+.0f")]
@@ -171,48 +174,51 @@ def times(runs: list[Run], targets: list[float], least: dict[str | None, float])
 
 
 def volumes() -> Table:
-    """Return the bytes on the server's interface and in the ledger: means over seeds.
-
-    The last column of a direction is what is left of the interface without ledger, headers and
-    what small messages take, which the runs of ``idle.yaml`` measure.
-    """
-    heads = ["cells", "Mbit/s", "method"]
+    """Return the bytes on the server's interface and in the ledger: means over seeds."""
+    heads = ["Mbit/s", "method"]
     for way in ("up", "down"):
         heads += [f"ledger {way}, MB", "interface, MB", "of it headers, %", "rest to ledger, %"]
-        heads += ["rest of a window, kB", "without small messages, % of the interface"]
-    empty = {run["method"]: run for run in runs_of(IDLE)}
+        heads += ["rest of a window, kB", "bytes over rate, s a window"]
     rows = []
-    for name in (*CELLS, IDLE):
-        for (rate, method), seeds in by_cell(runs_of(name)).items():
-            cells = [name, f"{rate:g}", method]
-            for way in ("up", "down"):
-                found = [traffic(run, way) for run in seeds]
-                headers = [100 * wire["headers"] / wire["interface"] for wire in found]
-                more = [
-                    100 * ((wire["interface"] - wire["headers"]) / wire["ledger"] - 1)
-                    for wire in found
-                ]
-                cells += [
-                    f"{fmean(wire[what] for wire in found) / 1e6:.2f}"
-                    for what in ("ledger", "interface")
-                ]
-                cells += [f"{fmean(headers):.1f}", spread(more, "+.1f")]
-                cells += [f"{fmean(rest(run, way) for run in seeds) / 1000:.0f}"]
-                known = name == "cells" and method in empty
-                cells += [spread(unexplained(seeds, empty[method], way), "+.1f") if known else ""]
-            rows.append(cells)
+    for (rate, method), seeds in by_cell(results()[1]).items():
+        cells = [f"{rate:g}", method]
+        for way in ("up", "down"):
+            found = [traffic(run, way) for run in seeds]
+            headers = [100 * wire["headers"] / wire["interface"] for wire in found]
+            more = [
+                100 * ((wire["interface"] - wire["headers"]) / wire["ledger"] - 1) for wire in found
+            ]
+            cells += [
+                f"{fmean(wire[what] for wire in found) / 1e6:.2f}"
+                for what in ("ledger", "interface")
+            ]
+            cells += [f"{fmean(headers):.1f}", spread(more, "+.1f")]
+            cells += [f"{fmean(rest(run, way) for run in seeds) / 1000:.0f}"]
+            cells += [f"{fmean(wire_seconds(run, way) for run in seeds):.2f}"]
+        rows.append(cells)
     return Table(heads, rows)
 
 
-def unexplained(runs: list[Run], idle: Run, way: str) -> list[float]:
-    """Return what is left of the interface's bytes without those of ``idle``, in per cent."""
-    return [
-        100
-        * (rest(run, way) - rest(idle, way))
-        * (len(run["windows"]) - 1)
-        / traffic(run, way)["interface"]
-        for run in runs
-    ]
+def wire_seconds(run: Run, way: str) -> float:
+    """Return the seconds that a window's messages take on the server's port at the link's rate."""
+    num_bytes = traffic(run, way)["ledger"]
+    return 8e-6 * num_bytes / run["rate_mbit"] / (len(run["windows"]) - 1)
+
+
+def large() -> Table:
+    """Return seconds of a window beside those that its bytes take at the link's rate, by rate."""
+    heads = ["Mbit/s", "MB up", "MB down", "bytes over rate, s", "a window, s", "ratio"]
+    rows = []
+    for run in results("large")[1]:
+        windows = len(run["windows"]) - 2  # without the first, which sends nothing down
+        megabytes = [
+            sum(w[f"framed_bytes_{way}"] for w in run["windows"][2:]) / windows / 1e6
+            for way in ("up", "down")
+        ]
+        least, seconds = 8 * sum(megabytes) / run["rate_mbit"], steady(run)[0] / windows
+        cells = [f"{run['rate_mbit']:g}", *(f"{each:.0f}" for each in megabytes)]
+        rows.append([*cells, f"{least:.1f}", f"{seconds:.1f}", f"{seconds / least:.2f}"])
+    return Table(heads, rows)
 
 
 def rest(run: Run, way: str) -> float:
@@ -239,71 +245,63 @@ def spread(values: Sequence[float | None], how: str) -> str:
 
 
 def calibrations() -> Table:
-    heads = ["cells", "Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down"]
+    heads = ["Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down", "delay by"]
     rows = []
-    for name in (*CELLS, IDLE):
-        _, _, links = read_results(name)
-        for link in sorted(links, key=lambda link: link["rate_mbit"]):
-            found = (f"{value:.1f}" for value in link["calibration"].values())
-            rows.append([name, f"{link['rate_mbit']:g}", *found, link["delay"]])
-    return Table([*heads, "delay by"], rows)
-
-
-def runs_of(name: str) -> list[Run]:
-    """Return the runs of ``NAME.yaml`` in the order of its methods."""
-    cells, runs, _ = read_results(name)
-    order = list(cells["methods"])
-    return sorted(runs, key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
-
-
-def times_of(name: str) -> Table:
-    """Return the table of times of ``NAME.yaml``."""
-    cells, *_ = read_results(name)
-    runs = runs_of(name)
-    return times(runs, cells["targets"], least_by_machine(runs, cells.get("window_seconds_from")))
+    links = [*results()[2], *results("large")[2]]
+    for link in sorted(links, key=lambda link: link["rate_mbit"]):
+        found = (f"{value:.1f}" for value in link["calibration"].values())
+        rows.append([f"{link['rate_mbit']:g}", *found, link["delay"]])
+    return Table(heads, rows)
 
 
 def summary() -> Table:
     """Return the table of the page: seconds to the last target, by method and link."""
-    cells, *_ = read_results("cells")
-    found, target = by_cell(runs_of("cells")), cells["targets"][-1]
+    cells, runs, _ = results()
+    found, share = by_cell(runs), cells["targets"][-1]
     rates = sorted({rate for rate, _ in found})
-    local = {run["seed"]: run["windows"][-1]["loss"] for run in found[rates[0], "Local Adam"]}
+    local = {run["seed"]: run["windows"][-1]["loss"] for run in found[rates[0], BASELINE]}
     rows = []
     for method in cells["methods"]:
         row = [method]
-        timed = ([time_to(run, target) for run in found.get((rate, method), [])] for rate in rates)
-        row += [spread(seconds or [None], ".0f") for seconds in timed]
+        for rate in rates:
+            seconds = [time_to(run, target(run, share)) for run in found[rate, method]]
+            row.append(spread(seconds, ".0f"))
         ends = {run["seed"]: run["windows"][-1]["loss"] for run in found[rates[0], method]}
         gaps = [100 * (ends[seed] / local[seed] - 1) for seed in ends]
-        rows.append([*row, "" if method in ("Local Adam", "DDP") else spread(gaps, "+.1f")])
-    heads = [f"s to {target:g} at {rate:g} Mbit/s" for rate in rates]
-    return Table(["method", *heads, "last loss above Local Adam, %"], rows)
+        rows.append([*row, "" if method == BASELINE else spread(gaps, "+.1f")])
+    heads = [f"s at {rate:g} Mbit/s" for rate in rates]
+    return Table(["method", *heads, f"last loss above {BASELINE}, %"], rows)
 
 
-def picture(name: str) -> None:
-    """Draw the seconds until a loss by link and method: the mean over seeds, and every seed."""
-    runs, (_, target) = runs_of(name), read_results(name)[0]["targets"]
-    rates = sorted({run["rate_mbit"] for run in runs})
+def picture() -> None:
+    """Draw the seconds to the last target by link and method: the mean over seeds, and each."""
+    cells, runs, _ = results()
+    share = cells["targets"][-1]
+    found = by_cell(runs)
+    rates = sorted({rate for rate, _ in found})
     made = Figure(figsize=(7.2, 2.4), layout="constrained")
     panels = made.subplots(1, len(rates), squeeze=False)[0]
     for panel, rate in zip(panels, rates, strict=True):
-        found: dict[str, list[float]] = {}
-        for run in runs:
-            at = time_to(run, target)
-            if run["rate_mbit"] == rate and at is not None:
-                found.setdefault(run["method"], []).append(at)
-        ordered = sorted(found.items(), key=lambda pair: -fmean(pair[1]))
-        for row, (method, seconds) in enumerate(ordered):
-            mean = fmean(seconds)
+        seconds = {
+            method: [at for run in seeds if (at := time_to(run, target(run, share))) is not None]
+            for (at_rate, method), seeds in found.items()
+            if at_rate == rate
+        }
+        ordered = sorted(seconds.items(), key=lambda pair: -fmean(pair[1] or [float("inf")]))
+        for row, (method, known) in enumerate(ordered):
+            every = len(found[rate, method])
+            missed = f"{every - len(known)} of {every} never" if len(known) < every else ""
+            if not known:
+                panel.text(0, row, f"  {missed}", va="center", fontsize=8)
+                continue
+            mean = fmean(known)
             panel.barh(row, mean, color=COLOUR.get(method, "#BBBBBB"))
-            panel.plot(seconds, [row] * len(seconds), "k.", ms=3)
-            every = len(by_cell(runs)[rate, method])
-            missed = f", {every - len(seconds)} of {every} never" if len(seconds) < every else ""
-            panel.text(max(seconds), row, f"  {mean:.0f} s{missed}", va="center", fontsize=8)
+            panel.plot(known, [row] * len(known), "k.", ms=3)
+            words = ", ".join(filter(None, [f"  {mean:.0f} s", missed]))
+            panel.text(max(known), row, words, va="center", fontsize=8)
         panel.set_yticks(range(len(ordered)), [method for method, _ in ordered], fontsize=8)
         panel.set_title(f"{rate:g} Mbit/s", loc="left", fontsize=9)
-        panel.set_xlabel(f"seconds to a loss of {target:g}", fontsize=8)
+        panel.set_xlabel(f"seconds to the loss of {BASELINE} at {share:.0%}", fontsize=8)
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
@@ -319,9 +317,8 @@ def pace(run: Run) -> float:
 
 
 TABLES: dict[str, Draw] = {
-    "thin_links": lambda: times_of("cells"),
-    "thin_links_late": lambda: times_of("late"),
-    "thin_links_leanest": lambda: times_of("leanest"),
+    "thin_links": times,
     "thin_links_bytes": volumes,
     "thin_links_calibration": calibrations,
+    "thin_links_large": large,
 }

@@ -99,7 +99,9 @@ def cells(tmp_path) -> Path:
 @needs_namespaces
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells, tmp_path):
+def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(
+    cells, tmp_path, monkeypatch
+):
     words = ("measure", "--cells", cells, "--results", tmp_path / "results")
     with start(*words) as process:
         output, _ = process.communicate()
@@ -119,14 +121,18 @@ def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells
         # Besides messages there are polls and heartbeats, which a small payload does not hide.
         assert wire["ledger"] < content < 1.5 * wire["ledger"] + 500_000
     assert report.time_to(found, 9.0) == report.elapsed(found)[0]
-    (row,) = report.times([found], [9.0], report.least_by_machine([found])).rows
-    assert row[:3] == ["10", "DES-LOC", "1"]
+    found["method"] = report.BASELINE
+    monkeypatch.setattr(report, "results", lambda *_: ({"targets": [0.5]}, [found], []))
+    (row,) = report.times().rows
+    assert row[:3] == ["10", report.BASELINE, "1"]
+    halfway = report.time_to(found, report.target(found, 0.5))
+    assert row[3] == f"{halfway:.0f}"
     with start(*words) as process:  # nothing is missing
         assert process.communicate()[0] == ""
     assert process.returncode == 0
 
 
-def a_run(*ends: tuple[float, float | None], rate: float = 10, boot: str = "a") -> dict[str, Any]:
+def a_run(*ends: tuple[float, float | None], rate: float = 10) -> dict[str, Any]:
     """Return a run with a window of one step until each of these seconds, and the loss then."""
     windows = [
         {"step": step, "loss": loss, "seconds": {"evaluation": 0.0}, "interface": {"time": at}}
@@ -136,7 +142,6 @@ def a_run(*ends: tuple[float, float | None], rate: float = 10, boot: str = "a") 
         "windows": windows,
         "method": "DES-LOC",
         "rate_mbit": rate,
-        "machine": {"boot": boot},
         "step_seconds": 1,
     }
 
@@ -148,32 +153,19 @@ def test_the_time_to_a_loss_is_on_the_line_between_two_evaluations():
     assert report.time_to(run, 0.9) is None
 
 
-def test_what_is_left_of_the_interface_is_without_headers_ledger_and_small_messages():
-    sides = ("rx", "tx")
-
-    def counted(packets: int, content: int, ledger: int) -> dict[str, Any]:
-        windows = []
-        for number in range(3):
-            at = {f"{side}_packets": number * packets for side in sides}
-            at |= {f"{side}_bytes": number * (66 * packets + content) for side in sides}
-            framed = {f"framed_bytes_{way}": number and ledger for way in ("up", "down")}
-            windows.append({**framed, "interface": at})
-        return {"method": "lean", "windows": windows}
-
-    idle, run = counted(10, 900, 400), counted(100, 8_500, 7_600)
-    assert report.rest(idle, "up") == 500
-    share = 100 * 400 / (6_600 + 8_500)
-    for way in ("up", "down"):
-        assert report.unexplained([run], idle, way) == [pytest.approx(share)]
+def test_a_target_is_on_the_baselines_own_curve_with_the_same_seed(monkeypatch):
+    baseline = a_run((1, None), (2, 3.0), (3, None), (4, 2.0))
+    baseline["windows"][0]["loss"] = 5.0
+    baseline |= {"method": report.BASELINE, "seed": 1}
+    other = baseline | {"seed": 0, "windows": []}
+    monkeypatch.setattr(report, "results", lambda: ({}, [other, baseline], []))
+    for share, loss in ((0.25, 4.0), (0.5, 3.0), (0.75, 2.5), (1, 2.0)):
+        assert report.target({"seed": 1}, share) == loss
 
 
-def test_a_machine_without_fast_links_has_the_window_seconds_of_the_others():
-    fast = [a_run((3, None), (6, None), rate=1000, boot=boot) for boot in "ab"]
-    fast[1]["windows"][2]["interface"]["time"] = 8.0
-    slow = [a_run((9, None), (99, None), boot=boot) for boot in "bc"]
-    assert report.least_by_machine([*fast, *slow]) == {"a": 2, "b": 4, "c": 3}
-    fast[0]["method"] = "lean"
-    assert report.least_by_machine([*fast, *slow], "lean") == {"a": 2, "b": 2, "c": 2}
+def test_the_least_seconds_of_a_window_are_those_of_the_fastest_links():
+    fast = [a_run((3, None), (6, None), rate=1000), a_run((3, None), (8, None), rate=1000)]
+    assert report.least_window([*fast, a_run((9, None), (99, None))]) == (2 + 4) / 2
 
 
 @needs_namespaces
