@@ -11,6 +11,7 @@ none. The bound, ``NormBound``, is a step in front of any average, and holds two
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Final, Generic, TypeVar
@@ -41,7 +42,7 @@ def averager(name: str, last: Streams, *, trim: int = 0) -> Averager:
         trim: Values that a trimmed mean leaves out on each side.
 
     """
-    return AVERAGES[name](last, trim)
+    return AVERAGES[name].make(last, trim)
 
 
 def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
@@ -133,12 +134,27 @@ class Gathered:
         return drifts
 
 
-AVERAGES: Final[Mapping[str, Callable[[Streams, int], Averager]]] = {
-    "mean": lambda last, _: Mean(last),
-    "median": lambda last, _: Gathered(last, coordinate_median),
-    "trimmed_mean": lambda last, trim: Gathered(last, partial(trimmed_mean, trim=trim)),
+@dataclass(frozen=True)
+class Average:
+    """A way to average, and what the rest of a run has to know of it."""
+
+    make: Callable[[Streams, int], Averager]
+    """Makes an ``Averager`` from the last averages and the number of values to trim."""
+    is_weighted: bool = False
+    """Whether clients may have weights; otherwise each counts once."""
+    keeps_replies: bool = True
+    """Whether all replies of a window are in memory at a time."""
+    trims: bool = False
+
+
+AVERAGES: Final = {
+    "mean": Average(lambda last, _: Mean(last), is_weighted=True, keeps_replies=False),
+    "median": Average(lambda last, _: Gathered(last, coordinate_median)),
+    "trimmed_mean": Average(
+        lambda last, trim: Gathered(last, partial(trimmed_mean, trim=trim)), trims=True
+    ),
 }
-"""By name, what makes an ``Averager`` from the last averages and the number of values to trim."""
+"""The averages by name."""
 
 
 Lengths = Mapping[str, float]

@@ -67,7 +67,7 @@ class Policy:
         for exclusion in _EXCLUSIONS:
             for problem in exclusion.problems(self, "federation."):
                 raise ValueError(problem)
-        if self.average == "trimmed_mean" and self.min_clients <= 2 * self.trim:
+        if AVERAGES[self.average].trims and self.min_clients <= 2 * self.trim:
             raise ValueError(
                 f"federation.trim={self.trim}: it leaves out {2 * self.trim} replies, so "
                 f"federation.min_clients={self.min_clients} must be at least {2 * self.trim + 1}"
@@ -120,13 +120,13 @@ _EXCLUSIONS: Final = (
         why="it needs federation.min_steps below 1; at 1 all clients take all steps",
     ),
     Exclusion(
-        where=lambda policy: policy.average != "mean",
+        where=lambda policy: not AVERAGES[policy.average].is_weighted,
         keys=("min_steps", "weighting"),
         why="federation.average={0.average} counts every client once",
     ),
     Exclusion(
-        where=lambda policy: policy.average != "trimmed_mean",
+        where=lambda policy: not AVERAGES[policy.average].trims,
         keys=("trim",),
-        why="it needs federation.average=trimmed_mean",
+        why=f"it needs federation.average={' or '.join(n for n, a in AVERAGES.items() if a.trims)}",
     ),
 )

@@ -132,7 +132,7 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
 
 
 def _bound_warnings(run: PlannedRun) -> Iterator[str]:
-    if family(run) != "Adam" or run.bound:
+    if family(run) != "Adam" or run.sync_bound:
         return
     first, second = run.moment(Kind.FIRST_MOMENT), run.moment(Kind.SECOND_MOMENT)
     assert first is not None, "an Adam has both moments"

@@ -20,10 +20,9 @@ from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS
 from flower_desloc.core.states import state_decays, states_of
-from flower_desloc.core.streams import BUFFERS, buffers
-from flower_desloc.core.traffic import compressed_bytes
+from flower_desloc.core.streams import buffers
 from flower_desloc.optim import Description
 from flower_desloc.optim.description import Family
 
@@ -83,10 +82,11 @@ def planned_run(
     sizes = {n: values[n] * (value_bytes or dtype_bytes(config)) for n in values}
     if BUFFERS in sizes:
         sizes[BUFFERS] = _buffer_bytes(model())
-    coded = {
-        n: {"": torch.empty(round(values[n]), device="meta")} for n in lossy(config.compression)
-    }
-    compressed = compressed_bytes(coded, config.compression, configured.kinds)
+    # Exact streams are sent as they are, if need be in value_bytes.
+    coded = values if config.privacy.secure_aggregation else lossy(config.compression)
+    compressed = configured.sent_bytes(
+        {name: {"": torch.empty(round(values[name]), device="meta")} for name in coded}
+    )
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.title,
@@ -105,7 +105,7 @@ def planned_run(
         peak=peak,
         link=link,
         schedule=configured.schedule,
-        bound=config.sync_bound,
+        sync_bound=config.sync_bound,
         partition=config.data.partition,
         delay=config.sync_delay,
     )

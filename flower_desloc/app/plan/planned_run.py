@@ -65,8 +65,8 @@ class PlannedRun:
     """Fixed time of an average through a server on any link: processes and polls of a deployment.
     It overlaps in part with the transfer: together they take the root of the sum of their squares,
     which fits the measurements (research/thin-links.md)."""
-    bound: bool = False
-    """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
+    sync_bound: bool = False
+    """True if Adam's first moment is bounded after an average of it or of v."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
     delay: int = 0

@@ -234,7 +234,7 @@ def _settings(run: PlannedRun, rule: Rule, of_params: int, *, phases: bool = Fal
     words = [f"sync.{stream}={period}" for stream, period in periods.items()]
     if phases:
         words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]
-    return " ".join(words + ["sync_bound=true"] * (rule.lean and not run.bound))
+    return " ".join(words + ["sync_bound=true"] * (rule.lean and not run.sync_bound))
 
 
 def _table(*columns: str) -> Table:

@@ -22,11 +22,12 @@ from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.client_info import ClientInfo
-from flower_desloc.core.kinds import kind_of
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, STEP, buffers, parts
+from flower_desloc.core.robust import AVERAGES
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.core.streams import STEP, buffers, parts
 from flower_desloc.core.traffic import compressed_bytes, stream_bytes, window_bytes
 from flower_desloc.core.types import Stream
+from flower_desloc.flower.checkpoint import KEEP
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import RunInfo
 from flower_desloc.flower.rounds import RoundHook
@@ -40,8 +41,8 @@ OVERRIDE = "run.preflight=warn starts the run anyway"
 # and Ray's own processes in a simulation, and of Flower's own for a deployment and for each site.
 _CLIENT, _SERVER, _SIMULATION = 500_000_000, 600_000_000, 1_100_000_000
 _SUPERLINK, _SUPERNODE = 700_000_000, 400_000_000
-_CLIENT_FILES = 4  # the current one, one being written, and those of the last two checkpoints
-_CHECKPOINTS = 3  # the last two, and one being written
+_CLIENT_FILES = KEEP + 2  # of the checkpoints, the current one, and one being written
+_CHECKPOINTS = KEEP + 1  # and one being written
 _DISK_MARGIN = 1.5  # not all of these files are there at all times
 _SMALLER = "set a smaller model, such as model.hidden_size, or an optimizer.name with fewer states"
 
@@ -106,15 +107,7 @@ class Needs:
     @cached_property
     def sent_up(self) -> dict[str, int]:
         """Bytes of every stream in a client's reply."""
-        if not self.config.privacy.secure_aggregation:
-            return self.compressed
-        from flower_desloc.secure.codes import width_of  # few runs need it
-
-        kinds = self.streams.kinds
-        return {
-            name: width_of(kind_of(name, kinds)) * sum(t.numel() for t in stream.values())
-            for name, stream in self._streams.items()
-        }
+        return self.streams.sent_bytes(self._streams)
 
     @cached_property
     def _streams(self) -> dict[str, Stream]:
@@ -132,7 +125,7 @@ class Needs:
 
         And as ``param_groups``.
         """
-        self.schedule  # noqa: B018
+        _ = self.schedule
 
     @cached_property
     def _by_stream(self) -> dict[str, Stream]:
@@ -166,7 +159,7 @@ class Needs:
         due = self._due(self.sizes)
         # Under a bound, two more are held until there are three to compare.
         compared = min(2, clients - 1) if policy.norm_bound is not None else 0
-        replies = 1 + compared if policy.average == "mean" else clients
+        replies = clients if AVERAGES[policy.average].keeps_replies else 1 + compared
         by_gradients = GRADIENTS in self.sizes
         return {
             "Python": _SERVER,

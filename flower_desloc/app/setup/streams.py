@@ -22,12 +22,11 @@ from flower_desloc.app.setup.param_groups import (
     trial_groups,
 )
 from flower_desloc.app.tasks import find_task
-from flower_desloc.core.kinds import Kinds
+from flower_desloc.core.kinds import Kinds, kind_of
 from flower_desloc.core.multi import MultiOptimizer
-from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period, SyncSchedule
+from flower_desloc.core.schedule import BUFFERS, NEVER, PARAMS, RESET, Period, SyncSchedule
 from flower_desloc.core.states import kinds_of, state_decays
 from flower_desloc.core.streams import (
-    BUFFERS,
     check_optimizer,
     check_trainable,
     parameters,
@@ -38,6 +37,7 @@ from flower_desloc.core.streams import (
     take,
     untrained,
 )
+from flower_desloc.core.traffic import compressed_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.optim import Description
 
@@ -104,7 +104,7 @@ class RunStreams:
         if is_path(config.task):  # the project's own take seconds to import
             find_task(config)
         always, sometimes = self._known
-        self.kinds  # noqa: B018
+        _ = self.kinds  # which may be refused
         prime(self._optimizer)
         params = nn.ParameterList(p for group in self._groups for p in group["params"])
         names = stream_names(params, self._optimizer)
@@ -147,13 +147,24 @@ class RunStreams:
         Raises ``ConfigError`` for parameters that cannot be trained or that the optimizer leaves
         out, and if the optimizer has states that cannot be kept.
         """
-        self._known  # noqa: B018
+        _ = self._known  # which may be refused
         optimizer = build_optimizer(self.config, param_groups(self.config, model))
         _check_model(self.config, model, optimizer)
         prime(optimizer)
         streams = take(model, optimizer, stream_names(model, optimizer))
         return {
             name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
+            for name, stream in streams.items()
+        }
+
+    def sent_bytes(self, streams: Mapping[str, Stream]) -> dict[str, int]:
+        """Return the bytes of each of ``streams``, which may be meta tensors, in a reply."""
+        if not self.config.privacy.secure_aggregation:
+            return compressed_bytes(streams, self.config.compression, self.kinds)
+        from flower_desloc.secure.codes import width_of  # few runs need it
+
+        return {
+            name: width_of(kind_of(name, self.kinds)) * sum(t.numel() for t in stream.values())
             for name, stream in streams.items()
         }
 

@@ -25,6 +25,7 @@ from flower_desloc.app.plan.wall_clock import (
 )
 from flower_desloc.app.setup.build import build_optimizer
 from flower_desloc.app.setup.meta_model import meta_model
+from flower_desloc.app.setup.preflight import Needs
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import build_task
 from flower_desloc.core.traffic import compressed_bytes, method_rates, rate, stream_bytes, uploads
@@ -186,6 +187,13 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
     periods = recommended(run, Topology.STAR)
     assert periods is not None
     assert periods["buffers"] == periods[PARAMS]
+
+
+def test_a_plan_counts_masked_codes_as_the_memory_needs_do():
+    config = load("quickstart", "privacy.secure_aggregation=true federation.norm_bound=null")
+    needs, run = Needs(config), run_of(config)
+    assert run.compressed == needs.sent_up
+    assert run.compressed["exp_avg_sq"] > run.sizes["exp_avg_sq"] == needs.sizes["exp_avg_sq"]
 
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():

@@ -155,7 +155,7 @@ def test_the_recommended_period_is_the_smallest_affordable_one(
 @pytest.mark.parametrize("delay", [1, 4, 99])
 def test_advice_for_a_star_counts_what_a_delay_hides(delay):
     link = Link(bandwidth=8e6, latency=0.01)
-    in_time = planned(16, 16, 96, bound=True, link=link)
+    in_time = planned(16, 16, 96, sync_bound=True, link=link)
     late = replace(in_time, delay=delay)
     before, after = (recommended(run, Topology.STAR) for run in (in_time, late))
     assert before is not None
@@ -176,7 +176,7 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
 @pytest.mark.parametrize(
     ("periods", "changes"),
     [
-        ((32, 32, 192), {"bound": True}),
+        ((32, 32, 192), {"sync_bound": True}),
         ((20, 20, 240), {"family": "ADOPT"}),
         ((28, 56, 168), {"family": "ADOPT"}),  # K_x is above two half-lives
         ((32, 192, 32), NON_IID),
