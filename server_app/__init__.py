@@ -34,9 +34,9 @@ from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_by_group
-from flower_desloc.core.streams import BUFFERS, check_like, digest, named_tensors
+from flower_desloc.core.streams import check_like, digest, named_tensors
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
@@ -116,12 +116,12 @@ def _run(grid: Grid, context: Context) -> None:
             grid,
             _moved(model, params),
             train_config=ConfigRecord({"settings": dump(config), **required_alike(task, model)}),
-            evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
+            evaluate_fn=_evaluate_fn(config, task, model) if config.evaluation.central else None,
             observer=recorder,
             hooks=[*_hooks(config, grid, folder, strategy, save)],
         )
         failed = f"all steps are done, but the save of task={config.task} failed"
-        with task_errors(failed), exits_as_errors():
+        with task_errors(failed):
             folder.write_final(save)
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
 
@@ -284,9 +284,8 @@ def _empty(model: nn.Module, names: Iterable[str]) -> None:
         own[key].data = own[key].new_empty([0] * own[key].ndim)  # groups may ask its dimensions
 
 
-def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
+def _evaluate_fn(config: Config, task: Task, model: nn.Module) -> EvaluateFn:
     device = default_device()
-    task = build_task(config)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal device

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from logging import ERROR
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_desloc.core.schedule import GRADIENTS
@@ -18,9 +19,11 @@ from flower_desloc.flower.client_state import (
     client_name,
     state_files,
 )
-from flower_desloc.flower.exits import errors_by_type, exits_as_errors
+from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.failures import code_of
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.flight.at_site import arrays_by_flight
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
     ARE_YOU_THERE,
     CLIENT_INFO,
@@ -41,7 +44,8 @@ from flower_desloc.flower.window import (
 )
 
 Build = Callable[[Settings, Context], Worker]
-Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+_Call = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, _Call], Message]
 
 
 class DesLocClient(ClientApp):
@@ -73,7 +77,7 @@ class DesLocClient(ClientApp):
     """
 
     def __init__(self, build: Build, mods: Sequence[Mod] = ()) -> None:
-        around = (errors_by_type, _exits_are_errors, arrays_by_flight, *mods)
+        around = (_errors_have_codes, _exits_are_errors, arrays_by_flight, *mods)
         super().__init__(mods=[*around, secure_sums])
         self._build = build
         self._ahead, self._later = StepsAhead(), LaterWrites()
@@ -203,8 +207,17 @@ def client_app(build: Build, mods: Sequence[Mod] = ()) -> DesLocClient:
     return client
 
 
-def _exits_are_errors(
-    message: Message, context: Context, call: Callable[[Message, Context], Message]
-) -> Message:
+def _exits_are_errors(message: Message, context: Context, call: _Call) -> Message:
     with exits_as_errors():
         return call(message, context)
+
+
+def _errors_have_codes(message: Message, context: Context, call: _Call) -> Message:
+    """Flower mod: answer an error whose type the server asks for with its code."""
+    try:
+        return call(message, context)
+    except Exception as error:
+        if (code := code_of(error)) is None:
+            raise
+        log(ERROR, "this client cannot go on", exc_info=True)
+        return Message(Error(code, f"{type(error).__name__}: {error}"), reply_to=message)

@@ -1,13 +1,15 @@
 """Failures, by what they end, and the words in which they are reported.
 
-- A configuration that cannot be used: ``ValueError``, before the first window.
-- A client: its part in the window. On the server any ``ValueError`` about its reply, which the
-  round loop records; ``ClientError`` where the policy is to stop, ``EveryClientError`` if all have
-  the cause.
-- A window that stays below the quorum: ``WindowError``.
-- Training that has diverged: ``DivergedError``, raised by the client or the server that sees it.
+- A configuration that cannot be used ends the run before its first window: ``ValueError``.
+- A failed client ends its part in the window. The round loop records the ``ValueError`` about its
+  reply, and raises ``ClientError`` where the policy is to stop, or ``EveryClientError`` if all
+  clients have the cause.
+- A window that stays below the quorum ends the run: ``WindowError``.
+- Training that has diverged ends the run: ``DivergedError``, raised by the client or the server
+  that sees it.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 from flower_desloc.core.types import NotFiniteError, SetupError
@@ -32,25 +34,43 @@ class EveryClientError(FederationError):
     """A client cannot take part, for a reason that all clients have: the settings, or the model."""
 
 
-class DivergedError(FederationError, FloatingPointError):
+class DivergedError(FederationError):
     """Training has diverged: values of a stream are not finite, though no batch is the cause."""
 
 
-CODES: Final = {DivergedError: 201, SetupError: 202}
-"""Codes of the errors that a client replies; of other exceptions Flower sends the text alone."""
-_READ: Final = {201: NotFiniteError, 202: SetupError}
+@dataclass(frozen=True)
+class ErrorType:
+    """An error whose type a client replies as a code; of others Flower sends the text alone."""
+
+    code: int
+    raised: type[Exception]
+    """At the client."""
+    read: type[ValueError]
+    """From its reply, by the server."""
+    failure: type[FederationError]
+    """What ends the run if the client's error is to end it."""
+
+
+_TYPES: Final = (
+    ErrorType(201, DivergedError, NotFiniteError, DivergedError),
+    ErrorType(202, SetupError, SetupError, EveryClientError),
+)
+
+
+def code_of(error: Exception) -> int | None:
+    """Return the code with which a client replies an error; None if it has none."""
+    return next((each.code for each in _TYPES if isinstance(error, each.raised)), None)
 
 
 def client_error(code: int, reason: str | None) -> ValueError:
     """Return the error that a client has replied."""
-    return _READ.get(code, ValueError)(reason or "no reason given")
+    kind = next((each.read for each in _TYPES if each.code == code), ValueError)
+    return kind(reason or "no reason given")
 
 
 def failure_of(error: ValueError) -> type[FederationError]:
     """Return what ends the run if a client's error is to end it."""
-    if isinstance(error, NotFiniteError):
-        return DivergedError
-    return EveryClientError if isinstance(error, SetupError) else ClientError
+    return next((each.failure for each in _TYPES if isinstance(error, each.read)), ClientError)
 
 
 def printable(text: str) -> str:

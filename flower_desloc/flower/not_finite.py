@@ -20,7 +20,7 @@ def cause(
     start: int,
     steps: StepMetrics,
     again: Callable[[int], StepMetrics] | None,
-) -> FloatingPointError:
+) -> FloatingPointError | DivergedError:
     """Return the error of a window after which a stream has NaN or infinity, as ``error`` states.
 
     ``steps`` were taken from the step ``start``. ``again`` takes a step by itself from where these

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from typing import Any, Final
 
 from flower_desloc.app.config.errors import ConfigError, one_line
+from flower_desloc.flower.exits import exits_as_errors
 
 IMPORT_FROM: Final = "DESLOC_IMPORT_FROM"
 """Environment variable: a folder that may be imported from as well, the one where `desloc` was
@@ -32,8 +33,9 @@ def imported(path: str, key: str) -> Any:
     """
     make_importable()
     try:
-        return resolve_name(path)
-    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
+        with exits_as_errors():
+            return resolve_name(path)
+    except Exception as error:  # a module may do anything while it is imported
         what = f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error})"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         missing = missing and missing.partition(".")[0]

@@ -23,6 +23,7 @@ from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Clipping
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.optim import Description
 
 
@@ -65,10 +66,11 @@ def _part(
     # A function that optimizer.name names need not know groups.
     alone = len(groups) == 1 and len(groups[0]) == 1
     try:
-        optimizer = described.make(
-            groups[0]["params"] if alone else groups, lr=o.lr, **own, **options
-        )
-    except (Exception, SystemExit) as error:
+        with exits_as_errors():
+            optimizer = described.make(
+                groups[0]["params"] if alone else groups, lr=o.lr, **own, **options
+            )
+    except Exception as error:
         raise ConfigError(
             f"optimizer.name={name}: it cannot be constructed with optimizer.lr={o.lr}"
             f"{', optimizer.groups' if o.groups else ''} and optimizer.options={options} "

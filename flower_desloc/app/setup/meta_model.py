@@ -12,6 +12,7 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.tasks import Task, build_task
+from flower_desloc.flower.exits import exits_as_errors
 
 
 def meta_model(config: Config) -> nn.Module:
@@ -22,9 +23,9 @@ def meta_model(config: Config) -> nn.Module:
     Raises ``ValueError`` if the model cannot be built.
     """
     try:
-        with _parameters_on_meta():
+        with exits_as_errors(), _parameters_on_meta():
             return offline_task(config).build_model()
-    except (Exception, SystemExit):  # a model that needs values to be built
+    except Exception:  # a model that needs values to be built
         with task_errors("the model cannot be built"):
             return offline_task(config).build_model()
 
@@ -44,10 +45,11 @@ def task_errors(what: str = "") -> Iterator[None]:
     Except that a GPU is out of memory. ``what`` begins the message.
     """
     try:
-        yield
+        with exits_as_errors():
+            yield
     except torch.OutOfMemoryError:
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         named = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         reason = one_line(named)
         raise ValueError(f"{what} ({reason})" if what else reason) from error

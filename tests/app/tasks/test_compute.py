@@ -111,8 +111,8 @@ def test_the_server_evaluates_on_the_cpu_where_its_gpu_is_too_small(monkeypatch,
     monkeypatch.setattr(server_app, "_totals", totals)
     monkeypatch.setattr(server_app, "default_device", lambda: torch.device("cuda"))
     config = load("quickstart", TINY)
-    model = build_task(config).build_model()
-    evaluate = server_app._evaluate_fn(config, model)
+    task = build_task(config)
+    evaluate = server_app._evaluate_fn(config, task, task.build_model())
     found: list[Any] = [evaluate(n, ArrayRecord()) for n in (1, 2)]
     assert [metrics["loss"] for metrics in found] == [2.0, 2.0]
     assert devices == ["cuda", "cpu", "cpu"]
