@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from client_app.worker import RunParts
 from flower_desloc.app.config import Config
 from flower_desloc.app.config.check import SCAFFOLD
+from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.setup.build import build_local_optimizer
 from flower_desloc.app.setup.param_groups import OPTIMIZER, described_optimizer, trial_groups
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
@@ -95,7 +96,7 @@ def _check(config: Config, parallelism: Parallelism) -> None:
     if GRADIENTS in config.sync:
         raise ValueError("sync.gradients is for parallel='ddp'")
     # All ranks must go through the model equally often.
-    if data.micro_batch_size == "auto":
+    if data.micro_batch_size == AUTO:
         raise ValueError("data.micro_batch_size=auto is for parallel='ddp'; give a number")
     if data.micro_batch_size is not None and data.batch_size % parallelism.processes:
         raise ValueError(

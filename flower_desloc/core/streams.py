@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.multi import parts_of
-from flower_desloc.core.schedule import BUFFERS as BUFFERS
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.types import NotFiniteError, SetupError, Stream
 
 STEP: Final = "step"

@@ -1,6 +1,7 @@
 """The words that every part uses."""
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from torch import Tensor
 
@@ -18,6 +19,10 @@ Totals = Mapping[str, float]
 
 FromTotals = Callable[[Totals], Mapping[str, float]]
 """Returns metrics from totals, such as nats per token."""
+
+
+MOST: Final = 10**15
+"""Larger numbers of examples or bytes are not exact as floats."""
 
 
 class NotFiniteError(ValueError):

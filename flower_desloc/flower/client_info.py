@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord
 
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.types import MOST
 from flower_desloc.flower.failures import printable
 
 _DATA = "data/"  # prefix of the sizes of a client's domains or labels
-_MOST = 10**15  # larger numbers are not exact as floats
 _MAX_DESCRIBED = 1000  # domains or labels of one client; a server refuses many more
 
 
@@ -36,7 +36,7 @@ def from_config(hello: ConfigRecord) -> ClientInfo:
     numbers = {
         printable(key): value
         for key, value in hello.items()
-        if type(value) is int and 0 <= value < _MOST
+        if type(value) is int and 0 <= value < MOST
     }
     return ClientInfo(
         device=texts.get("device"),

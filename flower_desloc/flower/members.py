@@ -73,7 +73,7 @@ class Members:
     """The clients that have answered the greeting of a run, by name.
 
     ``note`` records an event: its kind, the client, and what happened. ``data`` has the versions of
-    the clients' data before this start of the server. ``admits`` and ``joined`` are those of
+    the clients' data before this start of the server. ``refusal`` and ``joined`` are those of
     ``RoundHook``.
     """
 
@@ -86,11 +86,11 @@ class Members:
         note: Callable[[EventKind, str, str], None],
         *,
         data: Mapping[str, str],
-        admits: Callable[[str | None, int], str],
+        refusal: Callable[[str | None, int], str],
         joined: Callable[[str, int], None],
     ) -> None:
         self._grid, self._exchange = grid, exchange
-        self._may_come, self._joined = admits, joined
+        self._refusal_of, self._joined = refusal, joined
         self._policy, self._seed, self._note = policy, seed, note
         self.data = dict(data)
         """Version of each client's data, as it stated it last."""
@@ -129,7 +129,7 @@ class Members:
         """The clients that do not answer, and those excluded, as the end of a sentence."""
         names = {member.node_id: member.name for member in self._known.values()}
         silent = [names.get(node_id, f"node {node_id}") for node_id in self._exchange.silent]
-        excluded = filter(None, map(self._admits, self._known.values()))
+        excluded = filter(None, map(self._refusal, self._known.values()))
         said = [f"no answer from {', '.join(silent)}"] if silent else []
         return "".join(f"; {each}" for each in (*said, *excluded))
 
@@ -141,7 +141,7 @@ class Members:
         """Return the nodes online whose client is not known, and that may come."""
         known = {member.node_id for member in self._known.values()} | self._moved_from
         new = (node_id for node_id in sorted(self._nodes()) if node_id not in known)
-        return [node_id for node_id in new if not self._may_come(None, node_id)]
+        return [node_id for node_id in new if not self._refusal_of(None, node_id)]
 
     def add(self, replies: Iterable[Message]) -> Iterator[Member]:
         """Add the clients that answered a greeting, and yield them.
@@ -155,7 +155,7 @@ class Members:
             node_id = reply.metadata.src_node_id
             try:
                 member = Member.from_hello(node_id, _client_info(reply))
-                if why := self._admits(member):
+                if why := self._refusal(member):
                     self._refuse(member.name, why)
                     continue
                 if member.name in greeted:
@@ -165,7 +165,7 @@ class Members:
                         "give each SuperNode its own partition-id or name in its node config"
                     )
             except ValueError as error:
-                if why := self._may_come("", node_id):
+                if why := self._refusal_of("", node_id):
                     self._refuse(f"node {node_id}", f"{reason_of(error)}; {why}")
                     continue
                 self._note(event_kind(reply), f"node {node_id}", reason_of(error))
@@ -185,8 +185,8 @@ class Members:
             self._joined(member.name, node_id)
             yield member
 
-    def _admits(self, member: Member) -> str:
-        return self._may_come(member.name, member.node_id)
+    def _refusal(self, member: Member) -> str:
+        return self._refusal_of(member.name, member.node_id)
 
     def _refuse(self, who: str, why: str) -> None:
         """Note once that somebody may not take part."""
@@ -204,7 +204,7 @@ class Members:
             node_id = self._known[name].node_id
             if name in online:
                 self._note("returned", name, f"node {node_id} is online again")
-            elif why := self._admits(self._known[name]):
+            elif why := self._refusal(self._known[name]):
                 log(WARNING, "%s does not take part: %s", name, why)
                 self._note("left", name, why)
             elif node_id in self._exchange.silent:
@@ -273,7 +273,7 @@ class Members:
 
     def _nodes(self) -> set[int]:
         """Return the nodes that are online, without silent ones and those not admitted."""
-        excluded = {m.node_id for m in self._known.values() if self._admits(m)}
+        excluded = {m.node_id for m in self._known.values() if self._refusal(m)}
         return set(self._grid.get_node_ids()) - set(self._exchange.silent) - excluded
 
 

@@ -65,7 +65,7 @@ class WindowRequest:
     """Local steps of this window before the averages of the last one are merged; 0: in time."""
     ahead: int = 0
     """Local steps of the next window that the client may take while its streams travel."""
-    bound: bool = False
+    sync_bound: bool = False
     """Whether Adam's first moment is bounded by the second after an average of either."""
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class WindowRequest:
                 "steps": self.steps,
                 "steps-before-merge": self.before_merge,
                 "steps-ahead": self.ahead,
-                "sync-bound": self.bound,
+                "sync-bound": self.sync_bound,
                 "streams-due": sorted(self.due),
                 "streams": list(self.versions),
                 "stream-versions": list(self.versions.values()),
@@ -153,7 +153,7 @@ class WindowRequest:
             steps=_value(config, "steps", int),
             before_merge=_value(config, "steps-before-merge", int),
             ahead=_value(config, "steps-ahead", int),
-            bound=_value(config, "sync-bound", bool),
+            sync_bound=_value(config, "sync-bound", bool),
             due=frozenset(_values(config, "streams-due", str)),
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),

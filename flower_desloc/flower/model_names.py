@@ -14,8 +14,8 @@ from typing import Self
 
 from flwr.app import ConfigRecord
 
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, buffers, plain_name, some, trained, untrained
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.core.streams import buffers, plain_name, some, trained, untrained
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import TENSOR_NAMES

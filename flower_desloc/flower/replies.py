@@ -22,16 +22,13 @@ from flower_desloc.core.averaging import update_lengths
 from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.streams import check_like, finite_ends
-from flower_desloc.core.types import FromTotals, Shares, Streams
+from flower_desloc.core.types import MOST, FromTotals, Shares, Streams
 from flower_desloc.flower.arrays import arrays_of, plain_numbers, records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import client_error, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import METRICS, STATE_LOST, STATE_NEW, TENSOR_NAMES, TOTALS
 from flower_desloc.flower.observer import ClientRecord
-
-MOST_EXAMPLES = 10**15
-"""Larger numbers are not exact as floats."""
 
 # What a reply may hold. The streams and their sizes follow from the request; a client without
 # faults comes near none of the others.
@@ -134,7 +131,7 @@ class Contribution:
         decode: Callable[[Streams], Streams] = dict,
         *,
         kinds: Kinds = MappingProxyType({}),
-        takes_part: bool = False,
+        partial_steps: bool = False,
     ) -> Self:
         """Validate the reply to the request for a window, and decode it.
 
@@ -144,7 +141,7 @@ class Contribution:
             templates: Names, shapes and types of the streams known so far.
             decode: Decodes streams of the right names; raises ``ValueError`` where it cannot.
             kinds: The kinds of streams that PyTorch's names do not give.
-            takes_part: Whether clients take a part of the window's steps, and state their weights.
+            partial_steps: Whether clients may take fewer steps, and state weights.
 
         Raises ``ValueError`` saying what is wrong with the reply.
 
@@ -157,10 +154,10 @@ class Contribution:
             if not isinstance(metrics.get(name), (int, float)):
                 raise ValueError(f"its metrics have no number {name!r}")
         examples = number(metrics["num-examples"])
-        if not 0 < examples <= MOST_EXAMPLES:
+        if not 0 < examples <= MOST:
             raise ValueError(
                 f"its num-examples is {metrics['num-examples']}; it must be above 0 and at most "
-                f"{MOST_EXAMPLES:g}"
+                f"{MOST:g}"
             )
         if reply.streams.keys() != window.due:
             raise ValueError(
@@ -171,7 +168,7 @@ class Contribution:
         return cls(
             streams=streams,
             examples=examples,
-            shares=shares(metrics, streams) if takes_part else None,
+            shares=shares(metrics, streams) if partial_steps else None,
             record=client_record(metrics, steps),
             is_new=STATE_NEW in metrics,
         )
@@ -216,7 +213,7 @@ class ClientEvaluation:
             and (not isinstance(value, list) or name == "num-examples" or name.startswith(TOTALS))
         }
         examples = figures.pop("num-examples", 0.0)
-        if not 0 <= examples <= MOST_EXAMPLES:
+        if not 0 <= examples <= MOST:
             raise ValueError(f"its num-examples is {examples}; it must be a number at least 0")
         totals = {k.removeprefix(TOTALS): v for k, v in figures.items() if k.startswith(TOTALS)}
         least = 0.0 if metrics else -_LARGEST

@@ -96,7 +96,7 @@ class Requests:
             steps=steps,
             before_merge=before_merge,
             ahead=self._delay(following[0]) if following else 0,
-            bound=run.sync_bound,
+            sync_bound=run.sync_bound,
             due=window.due,
             versions=run.state.versions,
             resets=run.schedule.resets,

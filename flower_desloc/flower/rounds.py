@@ -98,7 +98,7 @@ class RoundHook:
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
-    def admits(self, client: str | None, node_id: int) -> str:  # noqa: ARG002
+    def refusal(self, client: str | None, node_id: int) -> str:  # noqa: ARG002
         """Return why a client may not take part in the next window; empty: it may.
 
         ``client`` is its name; None before it was asked, and empty if it did not say.
@@ -179,7 +179,7 @@ class RoundLoop:
         self.members = Members(
             *(grid, self.exchange, policy, seed, self.note),
             data=data,
-            admits=self._admits,
+            refusal=self._refusal,
             joined=self._joined,
         )
         self.observer = Observer()
@@ -192,9 +192,9 @@ class RoundLoop:
 
     # Clients
 
-    def _admits(self, client: str | None, node_id: int) -> str:
+    def _refusal(self, client: str | None, node_id: int) -> str:
         """Return why a client may not take part in the next window; empty: it may."""
-        answers = (hook.admits(client, node_id) for hook in self.hooks)
+        answers = (hook.refusal(client, node_id) for hook in self.hooks)
         return next(filter(None, answers), "")
 
     def _joined(self, client: str, node_id: int) -> None:

@@ -280,7 +280,7 @@ class DesLoc(Strategy):
             self.state.templates,
             self.state.decoded,
             kinds=self.state.kinds,
-            takes_part=self.policy.min_steps < 1,
+            partial_steps=self.policy.min_steps < 1,
         )
         if self.has_bound or PARAMS in last:
             reply = reply.measured(last, self.state.kinds)

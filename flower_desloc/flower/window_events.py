@@ -41,7 +41,7 @@ def window_events(
     begin, resets = request.start, [request.versions[name] for name in request.resets]
     if start.is_new and begin > max(resets, default=0):
         yield begin, partial(_join, worker, request, start, seed)
-    elif request.bound and any(map(starts_at_zero, start.averaged)):
+    elif request.sync_bound and any(map(starts_at_zero, start.averaged)):
         yield begin, partial(_bound, worker, start.streams, start.averaged)
     for part in parts_of(worker.optimizer):
         if begin_window := getattr(part, "begin_window", None):  # SCAFFOLD
@@ -110,7 +110,7 @@ def _merge(worker: Worker, request: WindowRequest, start: WindowStart) -> None:
         )
         for name, now in worker.take(averages).items()
     }
-    if request.bound:
+    if request.sync_bound:
         after = {**worker.take(request.versions), **streams}
         streams |= bounded(worker.module, worker.optimizer, after, averages)
     worker.put(streams)

@@ -10,7 +10,8 @@ from federation import OPTIMIZERS, TiedMLP, assert_same, generator
 from torch import nn
 
 from flower_desloc import prime, put, set_step, stream_names, take
-from flower_desloc.core.streams import BUFFERS, digest, starts_at_zero
+from flower_desloc.core.schedule import BUFFERS
+from flower_desloc.core.streams import digest, starts_at_zero
 from flower_desloc.optim import MultiOptimizer
 
 

@@ -12,8 +12,8 @@ from flower_desloc.app.runs.folder import RunFolder, read_lines, replaced
 from flower_desloc.app.runs.resume import completed
 from flower_desloc.app.runs.summary import build
 from flower_desloc.app.tasks import Task, build_task
-from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS, digest, install
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.streams import digest, install
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
 

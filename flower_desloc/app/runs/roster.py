@@ -106,7 +106,7 @@ class Governed(RoundHook):
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
 
-    def admits(self, client: str | None, node_id: int) -> str:
+    def refusal(self, client: str | None, node_id: int) -> str:
         """Return why a site may not take part in the next window; empty: it may."""
         sites = self._roster.sites  # asked of every client and often: read once
         for name in (client, self._roster.name_of(node_id)):

@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
-from flower_desloc.core.schedule import PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, check_finite
+from flower_desloc.core.schedule import BUFFERS, PARAMS, SyncSchedule
+from flower_desloc.core.streams import check_finite
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
 from flower_desloc.flower.failures import DivergedError

@@ -91,19 +91,19 @@ def test_a_run_that_begins_with_invitations_has_only_these_sites(tmp_path):
 def test_a_key_that_was_ejected_has_no_other_name(tmp_path):
     governed = Governed(roster := Roster(tmp_path / "members.jsonl"))
     for node in (7, 8):  # it has had two keys
-        assert governed.admits("a", node) == ""
+        assert governed.refusal("a", node) == ""
         governed.joined("a", node)
     roster.set("a", "ejected", reason="it left the consortium")
     for name, node in (("a", 7), ("a", 9), ("b", 7), ("b", 8), (None, 7), ("", 8)):
-        assert governed.admits(name, node) == (
+        assert governed.refusal(name, node) == (
             "a was ejected by the operator: it left the consortium"
         )
-    assert governed.admits("b", 9) == ""
+    assert governed.refusal("b", 9) == ""
     roster.set("a", "invited")
-    assert governed.admits("a", 7) == ""
-    assert governed.admits(None, 10) == ""  # it may be one that was invited
-    assert "not invited" in governed.admits("", 10)  # it did not say
-    assert "not invited" in governed.admits("b", 9)
+    assert governed.refusal("a", 7) == ""
+    assert governed.refusal(None, 10) == ""  # it may be one that was invited
+    assert "not invited" in governed.refusal("", 10)  # it did not say
+    assert "not invited" in governed.refusal("b", 9)
 
 
 def test_an_ejected_node_takes_nobodys_place(tmp_path, monkeypatch):
