@@ -5,14 +5,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from logging import ERROR
 
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import check_trainable
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.ahead import StepsAhead, delayed_window
-from flower_desloc.flower.client_info import to_config
+from flower_desloc.flower.client_info import Greeting
 from flower_desloc.flower.client_state import (
     LaterWrites,
     StateFiles,
@@ -178,16 +178,9 @@ class DesLocClient(ClientApp):
             num_examples=worker.num_examples,
             data_version=worker.data_version() if worker.data_version else None,
         )
-        record = ConfigRecord(
-            {
-                **to_config(info),
-                "client": client_name(context),
-                "bundles": True,
-                **ModelNames.of(worker).to_config(),
-                "held-streams": list(state.versions) if state else [],
-                "held-versions": list(state.versions.values()) if state else [],
-            }
-        )
+        versions = state.versions if state else {}
+        model = ModelNames.of(worker)
+        record = Greeting(client_name(context), info, versions, model).to_config()
         return Message(RecordDict({CLIENT_INFO: record}), reply_to=message)
 
     @staticmethod

@@ -1,15 +1,51 @@
 """What a client says of itself, as it is written into the reply to a greeting and read from it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 from flwr.app import ConfigRecord
 
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.types import MOST
 from flower_desloc.flower.failures import printable
+from flower_desloc.flower.messages import is_name
+from flower_desloc.flower.model_names import ModelNames
 
 _DATA = "data/"  # prefix of the sizes of a client's domains or labels
 _MAX_DESCRIBED = 1000  # domains or labels of one client; a server refuses many more
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """A client's reply to the greeting: what it says of itself, and the averages that it has."""
+
+    name: str
+    """Unlike its node id it stays the same over restarts."""
+    info: ClientInfo
+    versions: Mapping[str, int]
+    """Of every stream that the client has, the step of the average or reset it is from."""
+    model: ModelNames | None
+    """Names of its model's tensors, if it states them."""
+
+    def to_config(self) -> ConfigRecord:
+        """Return what ``from_config`` reads."""
+        record = ConfigRecord({**to_config(self.info), "client": self.name})
+        record["streams"], record["versions"] = [*self.versions], [*self.versions.values()]
+        record.update(self.model.to_config() if self.model else {})
+        return record
+
+    @classmethod
+    def from_config(cls, record: ConfigRecord) -> Self:
+        """Read what ``to_config`` wrote; raises ``ValueError`` for a malformed record."""
+        streams, versions = record.get("streams", []), record.get("versions", [])
+        name = record.get("client")
+        if not isinstance(name, str) or not is_name(name):
+            raise ValueError(f"{name!r} is not a valid client name")
+        if not isinstance(streams, list) or not isinstance(versions, list):
+            raise ValueError("streams and versions must be lists")
+        known = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
+        return cls(name, from_config(record), known, ModelNames.from_config(record))
 
 
 def to_config(info: ClientInfo) -> dict[str, str | int]:

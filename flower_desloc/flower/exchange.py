@@ -135,14 +135,12 @@ class Exchange:
         averages: Mapping[str, ArrayRecord] | None = None,
         *,
         server_round: int = 0,
-        bundles: bool = False,
     ) -> Message:
         """Return the message of a request, which carries ``averages``.
 
-        The records are shared between messages: never change them. ``bundles`` says whether the
-        node can read bundles of small arrays.
+        The records are shared between messages: never change them.
         """
-        request = replace(request, bundles=bundles and self.is_deployment)
+        request = replace(request, bundles=self.is_deployment)
         content = request.to_content(server_round)
         for name, record in (averages or {}).items():
             content[name] = record
@@ -212,7 +210,7 @@ class Exchange:
             self.carrier.sent()
 
     def _bundle(self, message: Message) -> None:
-        """Pack the small arrays of a request, if its client reads bundles."""
+        """Pack the small arrays of a request in a deployment."""
         config = records_of(ConfigRecord, message.content).get(CONFIG)
         if config is not None and config.get("bundles") is True:
             for name, record in records_of(ArrayRecord, message.content).items():

@@ -13,11 +13,11 @@ from flwr.serverapp import Grid
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.arrays import records_of
-from flower_desloc.flower.client_info import from_config
+from flower_desloc.flower.client_info import Greeting
 from flower_desloc.flower.exchange import Exchange, Late, event_kind
 from flower_desloc.flower.failures import FederationError, client_error, failure_of, reason_of
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.messages import CLIENT_INFO, is_name
+from flower_desloc.flower.messages import CLIENT_INFO
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.policy import Policy
@@ -35,22 +35,13 @@ class Member:
     info: ClientInfo
     versions: dict[str, int] = field(default_factory=dict)
     """Of every stream that the client has, the step of the average or reset it is from."""
-    reads_bundles: bool = False
     model: ModelNames | None = None
     """Names of its model's tensors, if it stated them."""
 
     @classmethod
-    def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
-        """Read a client's reply to the greeting; raises ``ValueError`` for a malformed one."""
-        streams, versions = hello.get("held-streams", []), hello.get("held-versions", [])
-        name, reads_bundles = hello.get("client"), hello.get("bundles") is True
-        if not isinstance(name, str) or not is_name(name):
-            raise ValueError(f"{name!r} is not a valid client name")
-        if not isinstance(streams, list) or not isinstance(versions, list):
-            raise ValueError("held-streams and held-versions must be lists")
-        known = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
-        model = ModelNames.from_config(hello)
-        return cls(name, node_id, from_config(hello), known, reads_bundles, model)
+    def from_greeting(cls, node_id: int, greeting: Greeting) -> "Member":
+        """Return the client of a node that has replied."""
+        return cls(greeting.name, node_id, greeting.info, {**greeting.versions}, greeting.model)
 
     def lacks(
         self, versions: Mapping[str, int], resets: Container[str], always: Container[str]
@@ -93,6 +84,8 @@ class Members:
         self._refusal_of, self._joined = refusal, joined
         self._policy, self._seed, self._note = policy, seed, note
         self.data = dict(data)
+        self.failed_nodes: dict[str, str] = {}
+        """Nodes that did not become clients in this round, and why."""
         """Version of each client's data, as it stated it last."""
         self._known: dict[str, Member] = {}
         self._moved_from: set[int] = set()  # nodes whose client is at another node now
@@ -154,7 +147,7 @@ class Members:
         for reply in replies:
             node_id = reply.metadata.src_node_id
             try:
-                member = Member.from_hello(node_id, _client_info(reply))
+                member = Member.from_greeting(node_id, _greeting(reply))
                 if why := self._refusal(member):
                     self._refuse(member.name, why)
                     continue
@@ -165,12 +158,14 @@ class Members:
                         "give each SuperNode its own partition-id or name in its node config"
                     )
             except ValueError as error:
+                node, reason = f"node {node_id}", reason_of(error)
                 if why := self._refusal_of("", node_id):
-                    self._refuse(f"node {node_id}", f"{reason_of(error)}; {why}")
-                    continue
-                self._note(event_kind(reply), f"node {node_id}", reason_of(error))
-                what = f"node {node_id} cannot take part"
-                self._policy.fail(what, reason_of(error), failure_of(error))
+                    reason = f"{reason}; {why}"
+                    self._refuse(node, reason)
+                self.failed_nodes[node] = reason
+                if not why:
+                    self._note(event_kind(reply), node, reason)
+                    self._policy.fail(f"{node} cannot take part", reason, failure_of(error))
                 continue
             greeted[member.name] = node_id
             if (old := self._known.get(member.name)) is not None:
@@ -287,10 +282,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def _client_info(reply: Message) -> ConfigRecord:
+def _greeting(reply: Message) -> Greeting:
     if reply.has_error():
         raise client_error(reply.error.code, reply.error.reason)
     found = records_of(ConfigRecord, reply.content)
     if CLIENT_INFO not in found:
         raise ValueError(f"its reply has no ConfigRecord {CLIENT_INFO!r}")
-    return found[CLIENT_INFO]
+    return Greeting.from_config(found[CLIENT_INFO])

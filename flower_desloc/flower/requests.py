@@ -112,7 +112,6 @@ class Requests:
             request,
             {name: record for name, (record, _) in sent.items()},
             server_round=loop.round.number,
-            bundles=member.reads_bundles,
         )
 
     def _is_for_resume(self, *, is_last: bool) -> bool:

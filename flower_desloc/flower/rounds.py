@@ -236,6 +236,7 @@ class RoundLoop:
     def begin(self, number: int, window: Window) -> None:
         """Begin a round; greet the clients that are new."""
         self.round = Round(number, window)
+        self.members.failed_nodes.clear()
         if self._resume is not None and number == self._resume.round + 1:
             self.round.failures.update(self._resume.failures)
         if number > 0:
@@ -259,8 +260,7 @@ class RoundLoop:
             self.round.clients.clear()
         for hook in self.hooks:
             hook.gave_up(self.round.failures)
-        # A node that cannot take part is not in ``left_out``: it has no name.
-        nodes = {e.client: e.what for e in self._events if e.client.startswith("node ")}
+        nodes = self.members.failed_nodes
         silent = self.members.silent
         wait = f"; federation.timeout={self.policy.timeout:g} is the longest wait in seconds"
         kind = DivergedError if self.round.diverged else WindowError

@@ -16,7 +16,6 @@ from flower_desloc.core.streams import digest
 from flower_desloc.flower import bundles
 from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, unbundled
-from flower_desloc.flower.messages import HELLO
 
 DTYPES = [torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
 
@@ -128,18 +127,13 @@ def test_a_name_both_in_a_bundle_and_alone_is_refused():
         from_record(record)
 
 
-@pytest.mark.parametrize("understood", [True, False])
 @pytest.mark.parametrize("compression", [{}, {"params": "int8", "exp_avg_sq": "bf16"}], ids=str)
-def test_a_run_with_bundles_gives_the_same_bits(compression, understood, tmp_path, monkeypatch):
-    """Arrays are bundled unless a client does not say that it reads bundles."""
-
+def test_a_run_with_bundles_gives_the_same_bits(compression, tmp_path, monkeypatch):
     def run(folder):
         run = Run("adam", (2, 3, 5), folder, compression=compression)
         bundled_arrays: list[Array] = []
 
         def observe(asked, reply):
-            if not understood and asked.metadata.message_type == HELLO:
-                del reply.content["client-info"]["bundles"]
             for message in (asked, reply):
                 for record in records_of(ArrayRecord, message.content).values():
                     bundled_arrays.extend(a for a in record.values() if a.stype == STYPE)
@@ -158,4 +152,4 @@ def test_a_run_with_bundles_gives_the_same_bits(compression, understood, tmp_pat
     )
     deployed = run(tmp_path / "deployed")
     assert plain[:2] == deployed[:2]
-    assert (plain[2], deployed[2]) == (False, understood)
+    assert (plain[2], deployed[2]) == (False, True)

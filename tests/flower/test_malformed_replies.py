@@ -250,13 +250,13 @@ def of_evaluations() -> st.SearchStrategy[Wrong]:
 
 def of_greetings() -> st.SearchStrategy[Wrong]:
     names = ["", ".", "../x", "a/b", "x" * 101, "a\n", 7, b"client-3", ["client-3"]]
-    held = st.sampled_from(["held-streams", "held-versions"])
+    lists = st.sampled_from(["streams", "versions"])
     about = st.just("client-info")
     return st.one_of(
         st.builds(is_now, st.just("client"), st.sampled_from(names), about),
         st.just(("no name", lambda c: c["client-info"].pop("client"))),
         st.just(("no about", lambda c: c.pop("client-info"))),
-        st.builds(is_now, held, st.sampled_from([7, "x", [1, 2, 3]]), about),
+        st.builds(is_now, lists, st.sampled_from([7, "x", [1, 2, 3]]), about),
         of_errors,
     )
 
@@ -323,8 +323,8 @@ def good(message: Message, m: int) -> RecordDict:
             told |= {"start-step": step, "stop-step": step}
             return RecordDict({"metrics": MetricRecord(told)})
         case "query.hello":
-            held: dict[str, Any] = {"held-streams": [], "held-versions": []}
-            return RecordDict({"client-info": ConfigRecord({"client": f"client-{m}", **held})})
+            lists: dict[str, Any] = {"streams": [], "versions": []}
+            return RecordDict({"client-info": ConfigRecord({"client": f"client-{m}", **lists})})
     return RecordDict()
 
 
