@@ -20,7 +20,6 @@ from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Batch, Task
 from flower_desloc.app.tasks.compute import SharesBatches
-from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import state_folder
 from flower_desloc.optim import OPTIMIZERS
@@ -74,7 +73,7 @@ def _require_shared_batches(config: Config, task: Task) -> SharesBatches:
 
 def _check(config: Config, parallelism: Parallelism) -> None:
     data = config.data
-    if config.strategy != "desloc":
+    if not config.is_desloc:
         raise ValueError(f"strategy={config.strategy} is for clients of one process")
     if SCAFFOLD in config.optimizer.names:
         raise ValueError(f"optimizer.name={config.optimizer.name} is for clients of one process")
@@ -93,7 +92,7 @@ def _check(config: Config, parallelism: Parallelism) -> None:
             f"does not give it; use parallel='ddp', or one of {', '.join(elementwise)}; a class of "
             "your own that treats every value by itself says so by elementwise = True"
         )
-    if GRADIENTS in config.sync:
+    if config.averages_gradients:
         raise ValueError("sync.gradients is for parallel='ddp'")
     # All ranks must go through the model equally often.
     if data.micro_batch_size == AUTO:

@@ -34,7 +34,7 @@ from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import BUFFERS, GRADIENTS, NEVER, PARAMS, SyncSchedule
+from flower_desloc.core.schedule import BUFFERS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_by_group
 from flower_desloc.core.streams import check_like, digest, named_tensors
 from flower_desloc.core.types import Stream
@@ -199,7 +199,7 @@ def _strategy(
     }
     saved: dict[str, Any] = {"checkpoints": checkpoints, "resume": resume}
     match config.strategy:
-        case "desloc" if GRADIENTS in config.sync:
+        case "desloc" if config.averages_gradients:
             assert outer is not None
             return DataParallel(steps, outer, **options, **saved)
         case "desloc":
@@ -223,7 +223,7 @@ def _check_buffers(config: Config, streams: Container[str]) -> None:
     """Warn where the model's buffers stay local; raises ``ConfigError`` where they cannot."""
     if BUFFERS not in streams:
         return
-    if GRADIENTS in config.sync:
+    if config.averages_gradients:
         raise ConfigError(
             "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which are "
             "not sent with gradients; choose a model without, or average params"
@@ -238,7 +238,7 @@ def _check_buffers(config: Config, streams: Container[str]) -> None:
 
 def _warn_if_unbounded(config: Config, model: nn.Module) -> None:
     """Warn where ``sync_bound`` would apply to the optimizer, and its betas have no bound."""
-    if config.strategy != "desloc" or not config.sync_bound:
+    if not config.is_desloc or not config.sync_bound:
         return
     optimizer = build_optimizer(config, param_groups(config, model))
     by_group = states_by_group(optimizer)

@@ -17,7 +17,7 @@ from flower_desloc.app.config.errors import ConfigError
 from flower_desloc.app.config.schema import AUTO, COLUMN, PARTITIONS, Config, Optimizer, ParamGroup
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
-from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
 from flower_desloc.flower.options import BY_FLOWERS_OWN, BY_GRADIENTS, BY_RESETS, BY_SECURE_SUMS
 from flower_desloc.optim import OPTIMIZERS
@@ -33,12 +33,12 @@ OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZ
 SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
 _SIMULATED: Final = "simulation.num_clients"
 _EXCLUSIONS: Final = (
-    Exclusion(where=lambda config: config.strategy != "desloc", **vars(BY_FLOWERS_OWN)),
-    Exclusion(where=lambda config: GRADIENTS in config.sync, **vars(BY_GRADIENTS)),
+    Exclusion(where=lambda config: not config.is_desloc, **vars(BY_FLOWERS_OWN)),
+    Exclusion(where=lambda config: config.averages_gradients, **vars(BY_GRADIENTS)),
     Exclusion(where=lambda config: RESET in config.sync.values(), **vars(BY_RESETS)),
     Exclusion(where=lambda config: config.privacy.secure_aggregation, **vars(BY_SECURE_SUMS)),
     Exclusion(
-        where=lambda config: config.strategy != "desloc" or GRADIENTS in config.sync,
+        where=lambda config: not config.is_desloc or config.averages_gradients,
         keys=("privacy.secure_aggregation",),
         why="it is for averages of params and of states by strategy=desloc",
     ),
@@ -397,14 +397,14 @@ def _compression(config: Config) -> Iterator[str]:
 
 def _strategy(config: Config) -> Iterator[str]:
     """Yield what Flower's own strategies cannot do."""
-    if config.strategy == "desloc":
+    if config.is_desloc:
         if config.strategy_options:
             yield (
                 f"strategy_options={config.strategy_options}: they are for Flower's own "
                 "strategies; set strategy_options={}"
             )
         return
-    if GRADIENTS in config.sync:
+    if config.averages_gradients:
         yield f"sync.gradients=1: strategy={config.strategy} cannot do it; set strategy=desloc"
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (

@@ -6,6 +6,7 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import OPTIMIZERS
@@ -354,6 +355,16 @@ class Config:
     privacy: Privacy = field(default_factory=Privacy)
     simulation: Simulation = field(default_factory=Simulation)
     evaluation: Evaluation = field(default_factory=Evaluation)
+
+    @property
+    def is_desloc(self) -> bool:
+        """Whether the strategy is this project's, not one of Flower's own."""
+        return self.strategy == "desloc"
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the run is data parallelism."""
+        return GRADIENTS in self.sync
 
     @property
     def data_seed(self) -> int:

@@ -118,7 +118,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         f"in {len(windows)} windows, each from {bytes_text(min(windows))} to "
         f"{bytes_text(max(windows))}"
     )
-    if config.strategy == "desloc":
+    if config.is_desloc:
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
         federated = config.evaluation.federated
         down = traffic.download_bytes(schedule, sizes, needs.compressed, steps, federated=federated)

@@ -72,7 +72,7 @@ def _on_the_hub(name: str) -> bool:
 def _opening(config: Config, summary: Mapping[str, Any]) -> str:
     done, whole = summary["steps"], config.run.steps
     steps = f"{done} local steps" if done == whole else f"{done} of {whole} local steps"
-    how = f"[DES-LOC]({_PAPER})" if config.strategy == "desloc" else config.strategy
+    how = f"[DES-LOC]({_PAPER})" if config.is_desloc else config.strategy
     return (
         f"Trained by {summary['clients']} clients, each on data of its own, in {steps} with {how} "
         "on [Flower](https://flower.ai). This is the mean of their parameters."

@@ -183,7 +183,7 @@ def _bytes(
     uploads = Uploads(schedule, sizes, compressed, num_steps)
     for line in windows:
         uploads.add(line["start"], line["step"], len(line["clients"]))
-    if config.strategy == "desloc":
+    if config.is_desloc:
         step = windows[-1]["step"] if windows else 0
         federated = status == "completed" and config.evaluation.federated
         down = download_bytes(schedule, sizes, compressed, step, federated=federated)

@@ -21,7 +21,6 @@ from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
 from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Clipping
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.optim import Description
@@ -131,7 +130,7 @@ def build_flower_strategy(config: Config) -> Callable[..., Any]:
 def build_outer(config: Config, model: nn.Module) -> OuterOptimizer | None:
     """Return the server's optimizer of the parameters of ``model``, if there is one."""
     o = config.outer
-    if GRADIENTS in config.sync:
+    if config.averages_gradients:
         return OuterOptimizer(
             lambda params: build_optimizer(config, params),
             groups=lambda params: param_groups(config, model, params),

@@ -99,7 +99,7 @@ class RunStreams:
         optimizer's states exclude.
         """
         config = self.config
-        if config.strategy != "desloc":
+        if not config.is_desloc:
             build_flower_strategy(config)
         if is_path(config.task):  # the project's own take seconds to import
             find_task(config)
@@ -224,7 +224,7 @@ class RunStreams:
         self, periods: Mapping[str, Period], streams: Iterable[str] | None = None
     ) -> SyncSchedule:
         config = self.config
-        if config.strategy != "desloc":  # its clients keep no state between windows
+        if not config.is_desloc:  # its clients keep no state between windows
             streams = chain.from_iterable(self._known) if streams is None else streams
             periods = {**dict.fromkeys(streams, RESET), **periods}
         coins = config.run.seed if config.sync_mode == "probabilistic" else None
