@@ -13,10 +13,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+
 _PACKAGES = {"dist-packages", "site-packages"}
 _SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"
 }  # fmt: skip
+
+_ROOTS = ("flwr", "torch", "transformers", "datasets", "scikit-learn", "matplotlib", "pandas")
+"""Packages whose descriptions are text, with those of all that they require."""
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -29,20 +35,30 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 
 def _descriptions() -> Iterator[str]:
-    """Yield the long descriptions (READMEs, mostly) of the installed distributions.
+    """Yield the long descriptions (READMEs, mostly) of what the project depends on.
 
-    This package's own is left out: an edit of its README would change every run. So are those
-    inside another package, which Ray adds to the path of a simulation and of no other process.
+    Not of whatever is installed: another package would change every run. So would an edit of this
+    package's own. Those inside another package, which Ray adds to the path of a simulation and of
+    no other process, are left out.
     """
-    found = {}
     paths = [path for path in sys.path if not _PACKAGES & {*Path(path).parent.parts}]
-    for distribution in metadata.distributions(path=paths):
-        message = cast(Message, distribution.metadata)
-        if message["Name"] == "flower-desloc":
+    installed = {
+        canonicalize_name(found.metadata["Name"]): found
+        for found in metadata.distributions(path=paths)
+    }
+    wanted, known = [canonicalize_name(root) for root in _ROOTS], set[NormalizedName]()
+    while wanted:
+        name = wanted.pop()
+        if name in known or name not in installed:
             continue
-        description = str(message.get_payload() or message.get("Description", ""))
-        found[str(message["Name"])] = _well_formed(description)
-    yield from (found[name] for name in sorted(found, key=lambda name: (name.lower(), name)))
+        known.add(name)
+        for line in installed[name].requires or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                wanted.append(canonicalize_name(requirement.name))
+    for name in sorted(known):
+        message = cast(Message, installed[name].metadata)
+        yield _well_formed(str(message.get_payload() or message.get("Description", "")))
 
 
 def _topics() -> Iterator[str]:
