@@ -84,6 +84,10 @@ def _optimizers() -> list[str]:
     return [*rows, ""]
 
 
+_FIELDS = ("bounded", "may_differ", "one_of")
+"""What makes a field; its first argument leads to the default."""
+
+
 def _keys() -> str:
     rows = [f"| `{key}` | `{setting}` |" for key, setting in SETTINGS.items()]
     return "\n".join(["| key of the run config | setting |", "|---|---|", *rows, ""])
@@ -103,7 +107,7 @@ def _fields(node: ast.ClassDef, module: ModuleType) -> Iterator[tuple[str, str, 
             assert isinstance(field.target, ast.Name)
             assert field.value is not None
             value = field.value
-            if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
+            while isinstance(value, ast.Call) and ast.unparse(value.func) in _FIELDS:
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
                 value = ast.Constant(next(iter(getattr(module, ast.unparse(value.value)))))

@@ -64,6 +64,23 @@ def one_of(*words: str | None, or_path: bool = False) -> Any:
     return dataclasses.field(default=words[0], metadata={"words": words, "or_path": or_path})
 
 
+def may_differ(of: Any) -> Any:
+    """Return a field, of a default or another field, whose setting a resumed run may change."""
+    if not isinstance(of, dataclasses.Field):
+        of = dataclasses.field(default=of)
+    copied: dict[str, Any] = {"default": of.default, "default_factory": of.default_factory}
+    return dataclasses.field(**copied, metadata={**of.metadata, "may_differ": True})
+
+
+def that_may_differ(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a dataclass, and of those in it, that are fields of ``may_differ``."""
+    for each in dataclasses.fields(section):
+        if each.metadata.get("may_differ"):
+            yield prefix + each.name
+        elif dataclasses.is_dataclass(each.default_factory):
+            yield from that_may_differ(each.default_factory, f"{prefix}{each.name}.")
+
+
 def problems(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield the fields of a dataclass, and of those in it, whose values they do not take."""
     for each in dataclasses.fields(section):

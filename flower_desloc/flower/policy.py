@@ -7,7 +7,7 @@ from typing import Final
 
 from flower_desloc.core.robust import AVERAGES
 from flower_desloc.flower.failures import ClientError, EveryClientError, FederationError
-from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
+from flower_desloc.flower.fields import Exclusion, Range, bounded, may_differ, one_of, problems
 from flower_desloc.flower.internals import log
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
@@ -21,7 +21,7 @@ class Policy:
     ``ValueError`` for the first field that cannot be used.
     """
 
-    min_clients: int = bounded(1, 1)
+    min_clients: int = may_differ(bounded(1, 1))
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
     """Joins and leaves, as step: number of clients that take part from then on, the first in order,
@@ -42,20 +42,20 @@ class Policy:
     norm_bound: float | None = bounded(30.0, 1)
     """Leave out a client whose update of a stream is longer than this many times the window's
     median so far, from the third client on; null: do not."""
-    on_failure: str = one_of("stop", "continue")
+    on_failure: str = may_differ(one_of("stop", "continue"))
     """`stop` the run when a client fails, or `continue` without it."""
-    timeout: float = bounded(3600.0, above=0)
+    timeout: float = may_differ(bounded(3600.0, above=0))
     """Seconds to wait for the next reply; at least what a whole window takes. After its first reply
     a client has five times the slowest client's last time, and at least a minute."""
-    grace: float | None = bounded(None, 0)
+    grace: float | None = may_differ(bounded(None, 0))
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""
-    repeats: int = bounded(2, 0)
+    repeats: int = may_differ(bounded(2, 0))
     """How often a window below the quorum is repeated before the run stops."""
     min_steps: float = bounded(1.0, above=0, most=1)
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
-    data_address: str | None = None
+    data_address: str | None = may_differ(None)
     """The server's host and port for tensors by Arrow Flight; null: in messages."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
     """With min_steps: seconds per local step of clients by name, as in `{client-3: 0.4}`;

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.flower.fields import bounded, one_of
+from flower_desloc.flower.fields import bounded, may_differ, one_of
 from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import OPTIMIZERS
 
@@ -32,7 +32,7 @@ def column_of(partition: str) -> str:
 class Run:
     """The run: its name, seed, length and checkpoints."""
 
-    name: str = "desloc"
+    name: str = may_differ("desloc")
     """Name of the run, and of its folder."""
     seed: int = bounded(0, 0, 2**32 - 1)
     """Seed of the initial weights and the coins."""
@@ -41,9 +41,9 @@ class Run:
     eval_every: int = bounded(48, 0)
     """Evaluate at the first average of params from each multiple of this many steps on; 0: only
     before and after training."""
-    checkpoint_every: int = bounded(1, 0)
+    checkpoint_every: int = may_differ(bounded(1, 0))
     """Write a checkpoint every this many windows, and at the end; 0: never."""
-    resume: str = ""
+    resume: str = may_differ("")
     """Resume a run: its folder or URL, one of its checkpoints, or `auto`: the last of this name, or
     a new one if that is complete."""
     keep_best: str = ""
@@ -51,19 +51,19 @@ class Run:
     own metric `max:NAME` or `min:NAME`."""
     patience: int | None = bounded(None, 1)
     """Stop after this many evaluations in a row without a better keep_best; null: never."""
-    trackers: list[str] = field(default_factory=list)
+    trackers: list[str] = field(default_factory=list, metadata={"may_differ": True})
     """Trackers to send the run to, of `wandb`, `mlflow` and `trackio`, each an extra."""
-    track_model: bool = False
+    track_model: bool = may_differ(False)
     """Also send them the final model."""
-    metrics_port: int | None = bounded(None, 1, 65535)
+    metrics_port: int | None = may_differ(bounded(None, 1, 65535))
     """Port of 127.0.0.1 where Prometheus reads the run (extra `metrics`)."""
-    copy_to: str = ""
+    copy_to: str = may_differ("")
     """URL (`s3://`, `gs://`, `hf://`, any of fsspec's) under which a copy of the run's folder is
     kept."""
-    init_from: str = ""
+    init_from: str = may_differ("")
     """Start from another run's model (its folder or a checkpoint) or one of transformers (a folder
     or hub name); its architecture replaces the section model."""
-    preflight: str = one_of("stop", "warn")
+    preflight: str = may_differ(one_of("stop", "warn"))
     """If the run, without activations, needs more memory or clearly more disk space than there is:
     `stop`, with the reason, or `warn`."""
 
@@ -273,10 +273,10 @@ class Simulation:
 
     num_clients: int = bounded(4, 1)
     """Number of clients."""
-    client_cpus: int = bounded(1, 1)
+    client_cpus: int = may_differ(bounded(1, 1))
     """CPU cores, and so threads, a simulated client gets; the result depends on it in the last
     bits."""
-    client_gpus: float = bounded(0.0, 0)
+    client_gpus: float = may_differ(bounded(0.0, 0))
     """Share of a GPU a simulated client gets."""
 
 
@@ -301,9 +301,9 @@ class Privacy:
 
     secure_aggregation: bool = False
     """Let the server learn sums only."""
-    epsilon: float | None = bounded(None, above=0)
+    epsilon: float | None = may_differ(bounded(None, above=0))
     """Budget of each client; null: a site's own."""
-    delta: float = bounded(1e-5, above=0, below=1)
+    delta: float = may_differ(bounded(1e-5, above=0, below=1))
     """Well below 1 / examples."""
     max_grad_norm: float = bounded(1.0, above=0)
     """Bound of each example's gradient."""

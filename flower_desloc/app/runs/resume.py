@@ -19,18 +19,10 @@ from flower_desloc.flower.checkpoint import (
     Checkpoints,
     last_checkpoint,
 )
+from flower_desloc.flower.fields import that_may_differ
 
-_MAY_DIFFER = {
-    *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
-    *("run.trackers", "run.track_model", "run.metrics_port", "run.copy_to"),
-    *("simulation.client_cpus", "simulation.client_gpus"),
-    *("federation.min_clients", "federation.on_failure"),
-    *("federation.timeout", "federation.grace", "federation.repeats"),
-    *("federation.data_address", "privacy.epsilon", "privacy.delta"),
-}
-"""Settings that affect how a run is executed, not what it computes."""
 _ON_OR_OFF = ("privacy.epsilon",)
-"""Of these, those that may have another number, but only where they had one."""
+"""Of the settings that may differ, those that may have another number where they had one."""
 
 
 def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] | None:
@@ -167,7 +159,7 @@ def _read(file: Path) -> Checkpoint:
 
 def _require_same(config: Config, settings: str, file: Path) -> None:
     ours, theirs = (flat(yaml_mapping(text)) for text in (dump(config), settings))
-    keys = sorted({*ours, *theirs} - _MAY_DIFFER)
+    keys = sorted({*ours, *theirs} - {*that_may_differ(Config)})
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     other += [key for key in _ON_OR_OFF if (ours.get(key) is None) != (theirs.get(key) is None)]
     if other:
