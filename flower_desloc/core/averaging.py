@@ -163,11 +163,17 @@ def distance(stream: Stream, origin: Stream | None = None) -> float:
     """Return the Euclidean norm ``|stream - origin|``, or ``|stream|`` without an origin."""
     squares = 0.0
     for key, tensor in stream.items():
-        pieces = (values.to(_wide(values.dtype)) for values in blocks(tensor))
-        if origin is not None:
-            others = blocks(origin[key].to(tensor.device))
-            pieces = (a - b for a, b in zip(pieces, others, strict=True))
-        squares += sum(map(_squared_norm, pieces))
+        pieces, wide = blocks(tensor), _wide(tensor.dtype)
+        if origin is None:
+            squares += sum(_squared_norm(values.to(wide)) for values in pieces)
+            continue
+        others = blocks(origin[key].to(tensor.device))
+        # One buffer for all: a new one for each would be returned to the system every time.
+        buffer = tensor.new_empty(min(tensor.numel(), _BLOCK), dtype=wide)
+        squares += sum(
+            _squared_norm(torch.sub(values, other, out=buffer[: len(values)]))
+            for values, other in zip(pieces, others, strict=True)
+        )
     return math.sqrt(squares)
 
 

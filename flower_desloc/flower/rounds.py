@@ -46,6 +46,7 @@ from flower_desloc.flower.observer import (
 )
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.replies import Contribution, number
+from flower_desloc.flower.system import return_memory
 
 BEFORE_TRAINING = Window(0, 0, frozenset())
 
@@ -363,6 +364,7 @@ class RoundLoop:
         self.observer.window(record)
         for hook in self.hooks:
             hook.window(record)
+        return_memory()
 
     def _note_arrays_in_messages(self) -> None:
         """Record for which clients arrays travel in messages, from now on."""
