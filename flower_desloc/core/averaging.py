@@ -171,7 +171,7 @@ def distance(stream: Stream, origin: Stream | None = None) -> float:
         # One buffer for all: a new one for each would be returned to the system every time.
         buffer = tensor.new_empty(min(tensor.numel(), _BLOCK), dtype=wide)
         squares += sum(
-            _squared_norm(torch.sub(values, other, out=buffer[: len(values)]))
+            _squared_norm(torch.sub(values.to(wide), other, out=buffer[: len(values)]))
             for values, other in zip(pieces, others, strict=True)
         )
     return math.sqrt(squares)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import Drift, Mean
+from flower_desloc.core.averaging import distance
 
 WEIGHTS = st.lists(st.floats(0.01, 1000), min_size=1, max_size=7)
 
@@ -201,3 +202,12 @@ def test_drift_of_fp32_neither_overflows_nor_underflows(size):
     (expected,) = two_pass(clients, [1.0] * 3, clients[0]).values()
     exact = 1e-5 if size > 1e-37 else 0.3  # of the last there is little more than zero and one
     assert asdict(got) == pytest.approx(asdict(expected), rel=exact, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_distance_is_that_of_the_exact_values_in_any_type(dtype):
+    here, there = ({"a": large(m, 3 << 18).to(dtype), "b": large(m, 5).to(dtype)} for m in (0, 1))
+    for origin in (None, there):
+        exact = [here[key].double() - (origin[key].double() if origin else 0) for key in here]
+        expected = math.sqrt(sum(float(tensor.square().sum()) for tensor in exact))
+        assert distance(here, origin) == pytest.approx(expected, rel=1e-6)
