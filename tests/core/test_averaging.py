@@ -206,7 +206,11 @@ def test_drift_of_fp32_neither_overflows_nor_underflows(size):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_distance_is_that_of_the_exact_values_in_any_type(dtype):
-    here, there = ({"a": large(m, 3 << 18).to(dtype), "b": large(m, 5).to(dtype)} for m in (0, 1))
+    # The difference of the last pair has more digits than half precision.
+    here, there = (
+        {"a": large(m, 3 << 18).to(dtype), "b": torch.full((9,), value, dtype=dtype)}
+        for m, value in ((0, 1e4), (1, 3.0))
+    )
     for origin in (None, there):
         exact = [here[key].double() - (origin[key].double() if origin else 0) for key in here]
         expected = math.sqrt(sum(float(tensor.square().sum()) for tensor in exact))
