@@ -21,6 +21,7 @@ BASELINE = "Local AdamW"
 COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9", "leanest": "#009E73"}
 
 Run = dict[str, Any]
+Seconds = dict[str, list[float]]
 
 
 def results_file(cells: str) -> Path:
@@ -279,7 +280,7 @@ def picture() -> None:
     share = cells["targets"][-1]
     found = by_cell(runs)
     rates = sorted({rate for rate, _ in found})
-    made = Figure(figsize=(7.2, 2.4), layout="constrained")
+    made = Figure(figsize=(10, 2.6), layout="constrained")
     panels = made.subplots(1, len(rates), squeeze=False)[0]
     for panel, rate in zip(panels, rates, strict=True):
         seconds = {
@@ -287,24 +288,28 @@ def picture() -> None:
             for (at_rate, method), seeds in found.items()
             if at_rate == rate
         }
-        ordered = sorted(seconds.items(), key=lambda pair: -fmean(pair[1] or [float("inf")]))
-        for row, (method, known) in enumerate(ordered):
-            every = len(found[rate, method])
-            missed = f"{every - len(known)} of {every} never" if len(known) < every else ""
-            if not known:
-                panel.text(0, row, f"  {missed}", va="center", fontsize=8)
-                continue
-            mean = fmean(known)
-            panel.barh(row, mean, color=COLOUR.get(method, "#BBBBBB"))
+
+        def missed(method: str, rate: float = rate, seconds: Seconds = seconds) -> int:
+            return len(found[rate, method]) - len(seconds[method])
+
+        rows = sorted(seconds, key=lambda m: (-missed(m), -fmean(seconds[m] or [0])))
+        for row, method in enumerate(rows):
+            known = seconds[method]
             panel.plot(known, [row] * len(known), "k.", ms=3)
-            words = ", ".join(filter(None, [f"  {mean:.0f} s", missed]))
-            panel.text(max(known), row, words, va="center", fontsize=8)
-        panel.set_yticks(range(len(ordered)), [method for method, _ in ordered], fontsize=8)
+            if few := missed(method):
+                words = f"{few} of {len(found[rate, method])} seeds never"
+            else:
+                panel.barh(row, fmean(known), color=COLOUR.get(method, "#BBBBBB"))
+                words = f"{fmean(known):.0f} s"
+            panel.text(max(known, default=0), row, f"  {words}", va="center", fontsize=8)
+        panel.set_yticks(range(len(rows)), rows, fontsize=8)
+        panel.set_ylim(-0.6, len(rows) - 0.4)
+        panel.set_xlim(0, 1.5 * max(max(each, default=0) for each in seconds.values()))
         panel.set_title(f"{rate:g} Mbit/s", loc="left", fontsize=9)
-        panel.set_xlabel(f"seconds to the loss of {BASELINE} at {share:.0%}", fontsize=8)
         panel.tick_params(axis="x", labelsize=8)
-        panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
+    words = f"seconds to the loss of {BASELINE} after {share:.0%} of its steps"
+    made.supxlabel(words, fontsize=8)
     made.savefig(RESEARCH / "thin-links.png", dpi=130)
 
 
