@@ -364,7 +364,8 @@ class RoundLoop:
         self.observer.window(record)
         for hook in self.hooks:
             hook.window(record)
-        return_memory()
+        if self.exchange.is_deployment:  # otherwise clients of this machine need it in a moment
+            return_memory()
 
     def _note_arrays_in_messages(self) -> None:
         """Record for which clients arrays travel in messages, from now on."""

@@ -26,7 +26,7 @@ _SHORT_FOLDERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
 
 
 def return_memory() -> None:
-    """Give freed memory back to the machine; glibc keeps what lies below a block in use."""
+    """Return freed memory to the operating system; glibc may keep it for later allocations."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
