@@ -109,7 +109,7 @@ def measure(cells: Cells, rate: float, todo: list[tuple[str, int]], results: Pat
         about = {
             "rate_mbit": rate,
             "round_trip_ms": cells["round_trip_ms"],
-            "delay": "relay" if links.has_relays else "netem",
+            "delay": links.delay,
             "calibration": calibration,
             "date": date.today().isoformat(),
             "machine": {**about_machine(), "load": os.getloadavg()[0]},

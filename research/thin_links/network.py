@@ -61,6 +61,11 @@ class Network:
         return f"{RELAY_OF_TENSORS if self.has_relays else SERVER}:{TENSORS}"
 
     @property
+    def delay(self) -> str:
+        """What makes the round trip."""
+        return "relay" if self.has_relays else "netem" if self.round_trip else "none"
+
+    @property
     def has_relays(self) -> bool:
         """Whether relays delay what the sites send and receive."""
         return self.round_trip > 0 and not self.netem

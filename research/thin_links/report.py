@@ -207,7 +207,7 @@ def wire_seconds(run: Run, way: str) -> float:
 
 
 def large() -> Table:
-    """Return seconds of a window beside those that its bytes take at the link's rate, by rate."""
+    """Return for each rate the seconds of a window, and those of its bytes at that rate."""
     heads = ["Mbit/s", "MB up", "MB down", "bytes over rate, s", "a window, s", "ratio"]
     rows = []
     for run in results("large")[1]:
