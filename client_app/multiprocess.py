@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from client_app.worker import RunParts
 from flower_desloc.app.config import Config
-from flower_desloc.app.config.check import SCAFFOLD
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.setup.build import build_local_optimizer
 from flower_desloc.app.setup.param_groups import OPTIMIZER, described_optimizer, trial_groups
@@ -75,8 +74,9 @@ def _check(config: Config, parallelism: Parallelism) -> None:
     data = config.data
     if not config.is_desloc:
         raise ValueError(f"strategy={config.strategy} is for clients of one process")
-    if SCAFFOLD in config.optimizer.names:
-        raise ValueError(f"optimizer.name={config.optimizer.name} is for clients of one process")
+    for name in config.optimizer.names:
+        if described_optimizer(name).whole_window_states:  # the ranks' optimizers know no windows
+            raise ValueError(f"optimizer.name={name} is for clients of one process")
     if data.batch_size < parallelism.processes:
         raise ValueError(
             f"data.batch_size={data.batch_size} is too small for "

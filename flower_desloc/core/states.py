@@ -7,7 +7,7 @@ several are one (``MultiOptimizer``), every parameter group has the states of it
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class State:
     ceiling: Callable[[int], float] | None = None
     """Bound on the values in a run of so many steps, for gradients of any size; None: there is no
     bound, or clipped gradients give one."""
+    is_averaged: Literal["any time", "with params", "never"] = "any time"
+    """When it may be averaged. Unless at any time, all clients must take all steps of a window."""
 
 
 def beta1(group: Group) -> float:

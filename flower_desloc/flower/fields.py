@@ -117,10 +117,11 @@ class Exclusion:
     A setting that is on by default belongs in ``where``, and what excludes it in ``keys``.
     """
 
-    where: Callable[[Any], bool]
     keys: tuple[str, ...]
     why: str
     """A template over the settings, ``{0.strategy}``, in which null is None."""
+    where: Callable[[Any], bool] = lambda _: True
+    """Whether something else is set, by all settings."""
     remedy: str = ""
     """What to set, as ``set KEY=VALUE`` with one key; by default each key to its default."""
 

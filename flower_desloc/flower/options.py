@@ -2,43 +2,42 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint
+from flower_desloc.flower.fields import Exclusion
 from flower_desloc.flower.policy import Policy
 
-
-@dataclass(frozen=True)
-class Excluded:
-    """Options, by the keys of their settings, that something else excludes, and why."""
-
-    keys: tuple[str, ...]
-    why: str
-
-
-BY_FLOWERS_OWN: Final = Excluded(
-    (
+BY_FLOWERS_OWN: Final = Exclusion(
+    keys=(
         *("federation.average", "federation.norm_bound", "federation.min_steps", "run.resume"),
         *("sync_once_at", "sync_phase", "sync_delay", "outer.name", "compression"),
     ),
-    "only strategy=desloc has it, and Flower's own strategies do not",
+    why="only strategy=desloc has it, and Flower's own strategies do not",
 )
-BY_GRADIENTS: Final = Excluded(
-    ("sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name", "compression"),
-    "sync.gradients averages every step, and optimizer is then the server's",
+BY_GRADIENTS: Final = Exclusion(
+    keys=(
+        "sync_delay",
+        "federation.min_steps",
+        "federation.norm_bound",
+        "outer.name",
+        "compression",
+    ),
+    why="sync.gradients averages every step, and optimizer is then the server's",
 )
-BY_RESETS: Final = Excluded(("sync_delay",), "averages cannot be late where states are reset")
-BY_SECURE_SUMS: Final = Excluded(
-    (
+BY_RESETS: Final = Exclusion(
+    keys=("sync_delay",), why="averages cannot be late where states are reset"
+)
+BY_SECURE_SUMS: Final = Exclusion(
+    keys=(
         *("federation.average", "federation.weighting", "federation.norm_bound"),
         *("federation.min_steps", "sync_delay", "compression"),
     ),
-    "with privacy.secure_aggregation=true the server learns sums over all clients, and nothing of "
-    "one",
+    why="with privacy.secure_aggregation=true the server learns sums over all clients, and nothing "
+    "of one",
 )
 _ARGUMENTS: Final = {
     "outer.name": "outer",
@@ -57,7 +56,7 @@ class Constructed(Protocol):
     policy: Policy
     sync_delay: int
     must_average: str
-    excludes: tuple[Excluded, ...]
+    excludes: tuple[Exclusion, ...]
 
 
 def check_options(
@@ -88,10 +87,10 @@ def check_options(
         value = getattr(strategy.policy, field.name)
         is_default = value == getattr(default, field.name)
         stated[f"federation.{field.name}"] = None if is_default else value
-    for excluded in (*strategy.excludes, *([BY_RESETS] if schedule.resets else [])):
-        for key in excluded.keys:
+    for exclusion in (*strategy.excludes, *([BY_RESETS] if schedule.resets else [])):
+        for key in exclusion.keys:
             if stated.get(key):  # others are settings that a strategy has not
                 argument = _ARGUMENTS.get(key, key).replace("federation.", "policy.")
-                raise ValueError(f"{argument}={stated[key]}: {excluded.why}; leave it out")
+                raise ValueError(f"{argument}={stated[key]}: {exclusion.why}; leave it out")
     if strategy.must_average not in schedule.periods:
         raise ValueError("a schedule without params is for baselines.DataParallel")

@@ -21,13 +21,14 @@ from flower_desloc.flower import evaluation
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.failures import reason_of
+from flower_desloc.flower.fields import Exclusion
 from flower_desloc.flower.flight.at_server import Carrier, carrier
 from flower_desloc.flower.log_lines import log_schedule
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import trained
 from flower_desloc.flower.observer import Observer
 from flower_desloc.flower.opening import open_run
-from flower_desloc.flower.options import Excluded, check_options
+from flower_desloc.flower.options import check_options
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import require_window
@@ -66,8 +67,7 @@ class DesLoc(Strategy):
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
     compression : Mapping[str, str], optional
-        Lossy format of a stream in messages: ``bf16``, ``int8``, ``int4`` or ``int2``. Those of
-        optimizer states need ``templates``.
+        Lossy formats of streams in messages; those of optimizer states need ``templates``.
     kinds : Mapping[str, Kind], optional
         What the optimizer's states are (``kinds_of(optimizer)``), unless PyTorch's names tell.
         Second moments are coded, checked and merged as such.
@@ -97,7 +97,7 @@ class DesLoc(Strategy):
     """
 
     title = "DES-LOC"
-    excludes: tuple[Excluded, ...] = ()  # options
+    excludes: tuple[Exclusion, ...] = ()  # options
     has_bound = True  # whether policy.norm_bound is for the replies to this strategy
     must_average = PARAMS  # a stream that the schedule must have
     sent_always: Collection[str] = ()  # sent in every window, also to clients that have them

@@ -44,7 +44,7 @@ def window_events(
     elif request.sync_bound and any(map(starts_at_zero, start.averaged)):
         yield begin, partial(_bound, worker, start.streams, start.averaged)
     for part in parts_of(worker.optimizer):
-        if begin_window := getattr(part, "begin_window", None):  # SCAFFOLD
+        if begin_window := getattr(part, "begin_window", None):
             yield begin, partial(begin_window, begin)
     if start.late_averages:
         yield begin + request.before_merge, partial(_merge, worker, request, start)

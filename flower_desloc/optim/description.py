@@ -56,6 +56,11 @@ class Description:
         """Its states and those of ``others``."""
         return tuple(state for part in self.parts for state in part.states)
 
+    @property
+    def whole_window_states(self) -> tuple[State, ...]:
+        """Its states that need all steps of all clients in every window."""
+        return tuple(state for state in self.all_states if state.is_averaged != "any time")
+
     def shares_rate(self, other: "Description") -> bool:
         """Return whether a learning rate that was tuned for one suits the other."""
         return (self.rate_of or self.name) == (other.rate_of or other.name)

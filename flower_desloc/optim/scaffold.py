@@ -7,6 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.states import State
+
 
 class Scaffold(Optimizer):
     """SGD with control variates (Karimireddy et al., 2020, Algorithm 1, option II).
@@ -26,6 +29,11 @@ class Scaffold(Optimizer):
     Raises ``ValueError`` for a negative ``lr``.
     """
 
+    states = (
+        State("control", Kind.OTHER, is_averaged="with params"),
+        State("own_control", Kind.OTHER, is_averaged="never"),
+        State("correction", Kind.OTHER, is_averaged="never"),
+    )
     elementwise = True
 
     def __init__(self, params: ParamsT, lr: float = 1e-2) -> None:
@@ -57,8 +65,8 @@ class Scaffold(Optimizer):
                 state = self.state[p]
                 if not state:
                     state["step"] = torch.tensor(0.0)
-                    for name in ("control", "own_control", "correction"):
-                        state[name] = torch.zeros_like(p)
+                    for described in self.states:
+                        state[described.name] = torch.zeros_like(p)
                 state["step"] += 1
                 mean = state["own_control"].lerp_(p.grad, 1 / (float(state["step"]) - self._start))
                 state["control"].copy_(mean)

@@ -30,13 +30,12 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
-SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
 _SIMULATED: Final = "simulation.num_clients"
 _EXCLUSIONS: Final = (
-    Exclusion(where=lambda config: not config.is_desloc, **vars(BY_FLOWERS_OWN)),
-    Exclusion(where=lambda config: config.averages_gradients, **vars(BY_GRADIENTS)),
-    Exclusion(where=lambda config: RESET in config.sync.values(), **vars(BY_RESETS)),
-    Exclusion(where=lambda config: config.privacy.secure_aggregation, **vars(BY_SECURE_SUMS)),
+    dataclasses.replace(BY_FLOWERS_OWN, where=lambda config: not config.is_desloc),
+    dataclasses.replace(BY_GRADIENTS, where=lambda config: config.averages_gradients),
+    dataclasses.replace(BY_RESETS, where=lambda config: RESET in config.sync.values()),
+    dataclasses.replace(BY_SECURE_SUMS, where=lambda config: config.privacy.secure_aggregation),
     Exclusion(
         where=lambda config: not config.is_desloc or config.averages_gradients,
         keys=("privacy.secure_aggregation",),
@@ -63,15 +62,6 @@ _EXCLUSIONS: Final = (
         keys=("sync_phase",),
         why="coins (sync_mode=probabilistic) have no phase",
     ),
-    Exclusion(
-        where=lambda config: SCAFFOLD in config.optimizer.names,
-        keys=(
-            *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
-            *("federation.fraction_train", "federation.min_steps"),
-        ),
-        why="SCAFFOLD averages params and control of all clients after all steps of every window, "
-        "and is plain SGD or has wrong control variates otherwise",
-    ),
 )
 """What excludes what; what a federation's policy excludes is stated with it."""
 
@@ -80,7 +70,7 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         problems, _data, _options, _unused, _groups, _model, _run, _outer, _lr_schedule, _excluded,
-        _strategy, _sync, _scaffold, _compression,
+        _strategy, _sync, _compression,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
@@ -355,28 +345,6 @@ def _sync(config: Config) -> Iterator[str]:
         yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
-
-
-def _scaffold(config: Config) -> Iterator[str]:
-    """Yield periods with which SCAFFOLD would be plain SGD, in some windows or in all."""
-    sync = config.sync
-    if SCAFFOLD not in config.optimizer.names or not {PARAMS, "control"} <= sync.keys():
-        return  # data parallelism is SCAFFOLD of one step; ``RunStreams`` says what sync lacks
-    period = sync[PARAMS]
-    if sync["control"] != period:
-        yield (
-            f"sync.control={sync['control']}: SCAFFOLD averages it whenever params are; "
-            f"set sync.control={period}"
-        )
-    for name in ("own_control", "correction"):
-        if sync.get(name, NEVER) != NEVER:
-            yield f"sync.{name}={sync[name]}: each client has its own; set sync.{name}={NEVER}"
-    for name, other in sync.items():
-        if isinstance(other, int) and isinstance(period, int) and other % period:
-            yield (
-                f"sync.{name}={other}: it would end a window of SCAFFOLD without an average of "
-                f"params and control; state a multiple of sync.params={period}"
-            )
 
 
 def _compression(config: Config) -> Iterator[str]:

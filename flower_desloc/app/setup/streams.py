@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.imports import is_path
+from flower_desloc.app.setup import whole_windows
 from flower_desloc.app.setup.build import build_flower_strategy, build_optimizer, build_parts
 from flower_desloc.app.setup.param_groups import (
     OPTIMIZER,
@@ -103,6 +104,9 @@ class RunStreams:
             build_flower_strategy(config)
         if is_path(config.task):  # the project's own take seconds to import
             find_task(config)
+        described = (description for description, _ in self.parts)
+        for problem in whole_windows.problems(config, described):
+            raise ConfigError(problem)
         always, sometimes = self._known
         _ = self.kinds  # which may be refused
         prime(self._optimizer)

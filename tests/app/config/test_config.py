@@ -507,15 +507,6 @@ ADVISED = [
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
     *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),
     ("fedavg", "compression.params=int8"),
-    *(
-        ("scaffold", words)
-        for words in (
-            *("strategy=fedavg", "sync_mode=probabilistic", "sync_once_at=[4]", "sync_delay=1"),
-            *("sync_phase.params=1", "federation.fraction_train=0.5", "federation.min_steps=0.5"),
-            *("sync.params=2 sync.control=4", "sync.control=8", "sync.control=never"),
-            *("sync.own_control=16", "sync.correction=16"),
-        )
-    ),
     *(("ddp", words) for words in ("sync_delay=2", "federation.min_steps=0.5", "outer.name=sgd")),
 ]
 
@@ -527,14 +518,6 @@ def test_what_a_refusal_says_to_set_can_be_set_and_helps(preset, words):
     advice = re.search(r"(?:set|needs) ([\w.]+=[^\s;]*)$", str(error.value))
     assert advice, error.value
     load(preset, f"{words} {advice[1]}")
-
-
-def test_no_other_optimizer_may_end_a_window_of_scaffold():
-    words = (
-        "sync.exp_avg=8 sync.exp_avg_sq=32 optimizer.groups=[{kinds: [head], name: adam, lr: 1}]"
-    )
-    assert_refused(["sync.exp_avg=8", "multiple of sync.params=16"], load, "scaffold", words)
-    load("scaffold", f"{words} sync.exp_avg=32")
 
 
 BROKEN_FILES = {
