@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from tiny import TINY
 
+from flower_desloc.app.plan.wall_clock import REPORTED
 from flower_desloc.app.runs.report import write_report
 from flower_desloc.app.runs.report.sections import sections
-from flower_desloc.app.runs.time_model import DEFAULT_LINK
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "simulation.num_clients=2"]
@@ -62,7 +62,7 @@ def skip_images(patch):
 
 
 def keys(*runs):
-    return [section.key for section in sections(runs, DEFAULT_LINK)]
+    return [section.key for section in sections(runs, REPORTED)]
 
 
 def made(figure: Figure | None) -> Figure:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from flwr.app import ConfigRecord
 
-from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.client_info import OF_DATA, STATEMENTS, ClientInfo, key_of
 from flower_desloc.core.types import MOST
 from flower_desloc.flower.failures import printable
 from flower_desloc.flower.messages import is_name
@@ -50,17 +50,8 @@ class Greeting:
 
 def to_config(info: ClientInfo) -> dict[str, str | int]:
     """Return what ``from_config`` reads: all that is stated, the smallest of the data together."""
-    stated = {
-        "device": info.device,
-        "name": info.device_name,
-        "memory-total": info.memory_total,
-        "memory-free": info.memory_free,
-        "micro-batch": info.micro_batch,
-        "num-examples": info.num_examples,
-        "data-version": info.data_version,
-        **{f"{_DATA}{name}": int(size) for name, size in _described(info.data).items()},
-    }
-    return {key: value for key, value in stated.items() if value is not None}
+    sizes = {f"{_DATA}{name}": int(size) for name, size in _described(info.data).items()}
+    return {**info.stated(), **sizes}
 
 
 def from_config(hello: ConfigRecord) -> ClientInfo:
@@ -74,25 +65,18 @@ def from_config(hello: ConfigRecord) -> ClientInfo:
         for key, value in hello.items()
         if type(value) is int and 0 <= value < MOST
     }
-    return ClientInfo(
-        device=texts.get("device"),
-        device_name=texts.get("name"),
-        memory_total=numbers.get("memory-total"),
-        memory_free=numbers.get("memory-free"),
-        micro_batch=numbers.get("micro-batch"),
-        data={
-            key.removeprefix(_DATA): size for key, size in numbers.items() if key.startswith(_DATA)
-        },
-        num_examples=numbers.get("num-examples"),
-        data_version=texts.get("data-version"),
-    )
+    stated: dict[str, Any] = {
+        name: (texts if kind is str else numbers).get(key_of(name))
+        for name, kind in STATEMENTS.items()
+    }
+    sizes = {k.removeprefix(_DATA): size for k, size in numbers.items() if k.startswith(_DATA)}
+    return ClientInfo(**stated, data=sizes)
 
 
 def without_data(hello: ConfigRecord) -> ConfigRecord:
     """Return a reply to a greeting that says nothing of the client's data."""
-    of_data = ("num-examples", "data-version")
     return ConfigRecord(
-        {k: v for k, v in hello.items() if k not in of_data and not k.startswith(_DATA)}
+        {k: v for k, v in hello.items() if k not in OF_DATA and not k.startswith(_DATA)}
     )
 
 

@@ -32,8 +32,12 @@ def plan(
     value_bytes: Annotated[
         float | None, positive("Bytes per value sent; by default those of model.dtype.")
     ] = None,
-    bandwidth: Annotated[float, positive("Bandwidth of the links, in Mbit/s.")] = 1000.0,
-    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
+    bandwidth: Annotated[float, positive("Bandwidth of the links, in Mbit/s.")] = (
+        Link.bandwidth / MBIT
+    ),
+    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = (
+        1000 * Link.latency
+    ),
     flops: Annotated[
         float | None,
         at_least_one("Peak FLOP/s of a worker; by default an H100's in model.precision."),

@@ -9,6 +9,7 @@ import typer
 
 from flower_desloc.app.cli.limits import at_least_zero, positive
 from flower_desloc.app.cli.terminal import FAILED, USAGE, failing
+from flower_desloc.app.plan.wall_clock import MBIT, REPORTED, Link
 
 
 def report(
@@ -22,8 +23,12 @@ def report(
             show_default=False,
         ),
     ] = None,
-    bandwidth: Annotated[float, positive("Bandwidth of the modelled link, in Mbit/s.")] = 100.0,
-    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
+    bandwidth: Annotated[float, positive("Bandwidth of the modelled link, in Mbit/s.")] = (
+        REPORTED.bandwidth / MBIT
+    ),
+    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = (
+        1000 * REPORTED.latency
+    ),
     live: Annotated[
         bool,
         typer.Option("--live", help="Serve the report while the run goes on; Ctrl-C ends it."),
@@ -37,7 +42,6 @@ def report(
     holds the figures as PNGs.
     """
     # matplotlib takes a second to import.
-    from flower_desloc.app.plan.wall_clock import MBIT, Link
     from flower_desloc.app.runs.report import NoRunError, write_report
     from flower_desloc.app.runs.report.live import serving
 

@@ -14,7 +14,7 @@ from flower_desloc.app.config.units import (
     precision_text,
     seconds_text,
 )
-from flower_desloc.app.plan.wall_clock import MBIT, Link, star_seconds
+from flower_desloc.app.plan.wall_clock import Link, star_seconds
 from flower_desloc.app.setup.machine import cores, device_memory, memory
 from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
 from flower_desloc.app.setup.preflight import ByPurpose, Hardware, Needs
@@ -22,7 +22,7 @@ from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.inprocess import num_threads
 
-_LINK = Link(bandwidth=1000 * MBIT, latency=0.05)  # as in `desloc plan`
+_LINK = Link()  # as in `desloc plan`
 _WORK = 5e9  # parameters times tokens: on one core they take seconds
 _EXAMPLES = 8  # on a CPU, if the data are not text
 

@@ -33,10 +33,14 @@ class Topology(StrEnum):
 class Link:
     """The network link of each worker, and of the server of a star."""
 
-    bandwidth: float
+    bandwidth: float = 1000 * MBIT
     """Bytes per second, B."""
-    latency: float
+    latency: float = 0.05
     """Seconds per message, l."""
+
+
+REPORTED: Final = Link(bandwidth=100 * MBIT)
+"""The link of reports; a plan has the default."""
 
 
 def ring_seconds(num_bytes: float, workers: int, link: Link) -> float:

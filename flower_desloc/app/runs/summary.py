@@ -14,7 +14,7 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.runs.folder import Line, evaluations
 from flower_desloc.app.runs.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.app.setup.streams import RunStreams
-from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.client_info import OF_DATA, ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.observer import RunInfo, client_data
@@ -159,13 +159,8 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
 
 
 def _device(info: ClientInfo) -> dict[str, str]:
-    stated = {
-        "device": info.device,
-        "name": info.device_name,
-        "memory-total": info.memory_total,
-        "micro-batch": info.micro_batch,
-    }
-    return {key: str(value) for key, value in stated.items() if value is not None}
+    left_out = (*OF_DATA, "memory-free")  # which changes all the time
+    return {key: str(value) for key, value in info.stated().items() if key not in left_out}
 
 
 def _bytes(

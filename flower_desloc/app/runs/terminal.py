@@ -267,15 +267,12 @@ def _held_out(evaluation: Mapping[str, Any]) -> str:
 
 
 def _info(info: ClientInfo) -> str:
-    total, free = info.memory_total, info.memory_free
     stated = {
-        "device": info.device,
-        "name": info.device_name,
-        "memory-total": None if total is None else units.bytes_text(total),
-        "memory-free": None if free is None else units.bytes_text(free),
-        "micro-batch": info.micro_batch,
-        "data": ", ".join(f"{name} {size}" for name, size in info.data.items()) or None,
-        "num-examples": info.num_examples,
+        key: units.bytes_text(int(value)) if key.startswith("memory") else value
+        for key, value in info.stated().items()
+        if key != "data-version"
     }
-    shown = ", ".join(f"{key} {value}" for key, value in stated.items() if value is not None)
+    if info.data:
+        stated["data"] = ", ".join(f"{name} {size}" for name, size in info.data.items())
+    shown = ", ".join(f"{key} {value}" for key, value in stated.items())
     return f": {shown}" if shown else ""

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 from statistics import median
 
-from flower_desloc.app.plan.wall_clock import MBIT, Link, star_seconds
+from flower_desloc.app.plan.wall_clock import Link, star_seconds
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.traffic import Uploads
-
-DEFAULT_LINK = Link(bandwidth=100 * MBIT, latency=0.05)
 
 
 @dataclass

@@ -12,12 +12,12 @@ from report_page import CLOCKS, SHORT, keys, made, page_of
 from tiny import summary, train
 
 from flower_desloc.app.config.units import bytes_text, figures
+from flower_desloc.app.plan.wall_clock import REPORTED
 from flower_desloc.app.runs.figures import draw_heldout
 from flower_desloc.app.runs.figures.curves import Curve, aligned
 from flower_desloc.app.runs.groups import Spread, grouped
 from flower_desloc.app.runs.report import find, load
 from flower_desloc.app.runs.report.tables import TIMES, comparison
-from flower_desloc.app.runs.time_model import DEFAULT_LINK
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_seeds_are_one_row_with_mean_and_sample_standard_deviation(real):
         row.append(bytes_text(summaries[0]["bytes"]["measured"]["up"]["total"]))
         row.append(f"{figures(summaries[0]['ratio']['local_adam'])} {TIMES}")
         expected[name] = row
-    rows = comparison(groups, DEFAULT_LINK).rows
+    rows = comparison(groups, REPORTED).rows
     assert {name: cells[2:6] for name, *cells in rows} == expected
     finals: dict[str, Any] = {group.label: group.final("loss").mean for group in groups}
     assert [name for name, *_ in rows] == sorted(finals, key=finals.__getitem__)
@@ -83,7 +83,7 @@ def test_a_failed_run_does_not_count_among_completed_ones(real, tmp_path):
     (folder / "desloc-2" / "summary.json").write_text(json.dumps(failed))
     runs = [load(path) for path in find([folder])]
     assert grouped(runs)[0].final("loss") == Spread.of([load(folder / "desloc").final("loss")])
-    status = {row[0]: row[2] for row in comparison(grouped(runs), DEFAULT_LINK).rows}
+    status = {row[0]: row[2] for row in comparison(grouped(runs), REPORTED).rows}
     assert status == {"desloc": "1 completed, 1 failed", "local": "completed"}
     assert "events" in keys(*runs)
 

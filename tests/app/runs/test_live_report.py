@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 import pytest
 from tiny import TINY, train
 
+from flower_desloc.app.plan.wall_clock import REPORTED
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs.record import NoRunError
 from flower_desloc.app.runs.report import live
 from flower_desloc.app.runs.report.live import serving
-from flower_desloc.app.runs.time_model import DEFAULT_LINK
 
 
 def got(url: str) -> str:
@@ -34,7 +34,7 @@ def test_the_page_follows_the_run(tmp_path, monkeypatch):
     summary, lines = folder.summary.read_text(), folder.metrics.read_text().splitlines(True)
     folder.summary.unlink()
     folder.metrics.write_text("".join(lines[:-1]))
-    with serving([path], 0, DEFAULT_LINK) as url:
+    with serving([path], 0, REPORTED) as url:
         before = got(url)
         version = got(f"{url}version")
         assert version in before
@@ -53,7 +53,7 @@ def test_a_run_that_has_recorded_nothing_yet_has_a_page_that_asks_again(tmp_path
     folder = RunFolder(path)
     folder.summary.unlink()
     folder.metrics.unlink()
-    with serving([path], 0, DEFAULT_LINK) as url:
+    with serving([path], 0, REPORTED) as url:
         assert f'!== "{got(f"{url}version")}"' in got(url)
 
 
@@ -61,7 +61,7 @@ def test_a_page_that_is_closed_while_it_is_drawn_is_no_error(tmp_path, capfd, mo
     path = train(tmp_path, *TINY, "run.steps=2", "run.eval_every=0")
     capfd.readouterr()
     monkeypatch.setattr(live, "html_of", lambda *_: ("drawn " * 100_000,))
-    with serving([path], 0, DEFAULT_LINK) as url:
+    with serving([path], 0, REPORTED) as url:
         before = threading.active_count()
         with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0)) as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -75,6 +75,6 @@ def test_a_page_that_is_closed_while_it_is_drawn_is_no_error(tmp_path, capfd, mo
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with (
         pytest.raises(NoRunError, match="nor a folder of runs"),
-        serving([tmp_path], 0, DEFAULT_LINK),
+        serving([tmp_path], 0, REPORTED),
     ):
         pass

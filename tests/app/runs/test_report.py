@@ -13,11 +13,12 @@ from report_page import CLOCKS, PNG, SHORT, Page, keys, made, page_of, skip_imag
 from tiny import summary, train
 
 from flower_desloc.app.config.units import bytes_text, figures, loss_text
+from flower_desloc.app.plan.wall_clock import REPORTED
 from flower_desloc.app.runs.figures import draw_heldout, draw_norms
 from flower_desloc.app.runs.report import find, load, write_report
 from flower_desloc.app.runs.report.sections import sections
 from flower_desloc.app.runs.report.tables import TIMES, tiles
-from flower_desloc.app.runs.time_model import DEFAULT_LINK, modelled
+from flower_desloc.app.runs.time_model import modelled
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_the_page_has_the_numbers_of_the_runs_files(real):
 def test_the_settings_of_a_custom_task_say_that_it_reads_its_own_data(real):
     run = load(real / "desloc")
     run.summary["config"]["task"] = "my:Task"
-    (settings,) = (s for s in sections([run], DEFAULT_LINK) if s.key == "settings")
+    (settings,) = (s for s in sections([run], REPORTED) if s.key == "settings")
     assert "my:Task reads what it likes" in settings.caption
 
 
@@ -135,8 +136,8 @@ def test_data_parallelism_has_a_report(real, tmp_path, monkeypatch):
     loaded = load(train(tmp_path, *SHORT, "run.steps=3", config="ddp"))
     assert {"held-out", "time", "bytes", "timeline", "losses", "norms"} <= set(keys(loaded))
     assert loaded.streams == ["gradients"]
-    assert modelled(loaded, DEFAULT_LINK).keys() == {"this run", "DDP"}
-    own, formula = modelled(loaded, DEFAULT_LINK).values()
+    assert modelled(loaded, REPORTED).keys() == {"this run", "DDP"}
+    own, formula = modelled(loaded, REPORTED).values()
     assert own.total == pytest.approx(formula.total)
     assert len(keys(loaded, load(real / "desloc"))) == 9
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from recorded import SIZE, record
 
-from flower_desloc.app.plan.wall_clock import Link, star_seconds
+from flower_desloc.app.plan.wall_clock import REPORTED, Link, star_seconds
 from flower_desloc.app.runs.report import load
-from flower_desloc.app.runs.time_model import DEFAULT_LINK, modelled, seconds_per_step
+from flower_desloc.app.runs.time_model import modelled, seconds_per_step
 
 
 def test_modelled_time_is_measured_compute_and_a_star_for_every_average(tmp_path):
@@ -38,7 +38,7 @@ def test_local_adam_and_ddp_wait_for_the_slowest_of_sites_of_unequal_speed(tmp_p
         return replace(window, clients=clients)
 
     run = record(tmp_path, change=slow, finish=False)
-    methods = modelled(load(run.path), DEFAULT_LINK)
+    methods = modelled(load(run.path), REPORTED)
     assert methods["this run"].compute == pytest.approx(12 * 2)
     for name in ("Local Adam", "DDP"):
         assert methods[name].compute == pytest.approx(4 * 12 * 2)

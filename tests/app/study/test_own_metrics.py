@@ -15,11 +15,11 @@ from test_study import leave, results, study
 from tiny import summary, train
 
 from flower_desloc.app.config import ConfigError
+from flower_desloc.app.plan.wall_clock import REPORTED
 from flower_desloc.app.runs.figures.heldout import draw_heldout
 from flower_desloc.app.runs.groups import grouped
 from flower_desloc.app.runs.record import load
 from flower_desloc.app.runs.report.tables import comparison, tiles
-from flower_desloc.app.runs.time_model import DEFAULT_LINK
 from flower_desloc.app.study.figures import _Grid
 from flower_desloc.app.study.results import table, write
 from flower_desloc.app.study.study_file import with_view
@@ -87,7 +87,7 @@ def test_a_metric_is_in_every_view_under_its_name(tmp_path, mine):
     tags = {f"heldout_error_rate/{where}" for where in ("central", "federated/client-1")}
     assert tags <= {*events.Tags()["scalars"]}
     assert "error_rate" in {tile.name for tile in tiles(record)}
-    assert {"top/1", "error_rate"} <= {*comparison(grouped([record]), DEFAULT_LINK).head}
+    assert {"top/1", "error_rate"} <= {*comparison(grouped([record]), REPORTED).head}
     figure = draw_heldout([record])
     assert figure is not None
     titles = [text.get_text() for panel in figure.axes for text in panel.texts]

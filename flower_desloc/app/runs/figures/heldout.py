@@ -6,13 +6,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.app.plan.wall_clock import Link
+from flower_desloc.app.plan.wall_clock import REPORTED, Link
 from flower_desloc.app.runs.figures import style
 from flower_desloc.app.runs.figures.curves import Array, Curve, at, heldout, sent
 from flower_desloc.app.runs.groups import SeedGroup, grouped
 from flower_desloc.app.runs.metric import DIRECTIONS, ordered
 from flower_desloc.app.runs.record import RunRecord
-from flower_desloc.app.runs.time_model import DEFAULT_LINK, modelled
+from flower_desloc.app.runs.time_model import modelled
 
 _TITLES = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
 
@@ -22,7 +22,7 @@ Cost = Callable[[RunRecord, Array], Array]
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
-def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure | None:
+def draw_heldout(runs: Sequence[RunRecord], link: Link = REPORTED) -> Figure | None:
     """Draw held-out metrics against local steps, bytes sent up, and modelled wall-clock."""
     groups = grouped(runs)
     names = {name for run in runs for name in run.summary["evaluation"].get(run.where, {})}

@@ -11,13 +11,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from flower_desloc import __version__
-from flower_desloc.app.plan.wall_clock import Link
+from flower_desloc.app.plan.wall_clock import REPORTED, Link
 from flower_desloc.app.runs.groups import grouped
 from flower_desloc.app.runs.record import RunRecord, find, load
 from flower_desloc.app.runs.report import tables
 from flower_desloc.app.runs.report.sections import Section, sections
 from flower_desloc.app.runs.report.template import PAGE, STYLE
-from flower_desloc.app.runs.time_model import DEFAULT_LINK
 from flower_desloc.flower.atomic import atomic_write
 
 _DPI = 150
@@ -27,7 +26,7 @@ def write_report(
     paths: Sequence[str | Path],
     output: str | Path | None = None,
     *,
-    link: Link = DEFAULT_LINK,
+    link: Link = REPORTED,
     pngs: bool = True,
 ) -> Path:
     """Write the report of the runs at and below ``paths``; return the path of the page.
@@ -52,9 +51,7 @@ def write_report(
     return page
 
 
-def write_page(
-    runs: Sequence[RunRecord], page: Path, link: Link = DEFAULT_LINK
-) -> Sequence[Section]:
+def write_page(runs: Sequence[RunRecord], page: Path, link: Link = REPORTED) -> Sequence[Section]:
     """Write the page; return its sections."""
     html, parts = html_of(runs, link)
     with atomic_write(page) as partial:
@@ -63,7 +60,7 @@ def write_page(
 
 
 def html_of(
-    runs: Sequence[RunRecord], link: Link = DEFAULT_LINK, version: str = ""
+    runs: Sequence[RunRecord], link: Link = REPORTED, version: str = ""
 ) -> tuple[str, Sequence[Section]]:
     """Return the page and its sections.
 
