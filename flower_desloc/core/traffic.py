@@ -163,7 +163,7 @@ def method_rates(
     return (
         _rates("DDP", sizes, {PARAMS: 1.0}, 1.0),
         _rates("Local Adam", sizes, dict.fromkeys(periods, with_params), with_params),
-        _rates("DES-LOC", compressed or sizes, *_shares(schedule, num_steps)),
+        _rates("this run", compressed or sizes, *_shares(schedule, num_steps)),
         _rates("FedAvg", sizes, {PARAMS: with_params}, with_params),
     )
 

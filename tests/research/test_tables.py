@@ -99,7 +99,8 @@ def test_the_authors_clock_is_what_its_command_prints():
     for column, head in list(enumerate(heads))[1::2]:
         bandwidth = 1000 * float(head.removesuffix(" Gbit/s"))
         said = " ".join(accepted("plan", *command, "--bandwidth", bandwidth).split())
-        for name, *cells in rows[:4]:
+        for method, *cells in rows[:4]:
+            name = "this run" if method == "DES-LOC" else method
             expected = rf"{name} \S+ \S+ \S+ \S+ {cells[column - 1]} "
             assert re.search(expected, said.partition("Time on a ring")[2]), (name, bandwidth)
 

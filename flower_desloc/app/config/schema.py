@@ -33,7 +33,7 @@ class Run:
     """The run: its name, seed, length and checkpoints."""
 
     name: str = may_differ("desloc")
-    """Name of the run, and of its folder."""
+    """Name of the run, and of its folder; a preset's by default."""
     seed: int = bounded(0, 0, 2**32 - 1)
     """Seed of the initial weights and the coins."""
     steps: int = bounded(192, 1)

@@ -94,7 +94,7 @@ class PlannedRun:
 
     @property
     def compressed(self) -> dict[str, float]:
-        """The bytes of every stream in a message of DES-LOC."""
+        """The bytes of every stream in a message of this run."""
         return {s.name: s.compressed_bytes or s.num_bytes for s in self.streams}
 
     @property
@@ -109,12 +109,12 @@ class PlannedRun:
 
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
-        """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
+        """DDP, Local Adam, this run and FedAvg, with the same period of params."""
         return method_rates(self.schedule, self.sizes, self.steps, compressed=self.compressed)
 
     @property
     def desloc(self) -> MethodRates:
-        """Rates of DES-LOC at these periods."""
+        """Rates of this run."""
         return self.methods[2]
 
     def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":

@@ -61,7 +61,7 @@ def show(run: PlannedRun, console: Console, psi: float) -> None:
     remark = f"a payload: the parameters, {units.bytes_text(run.sizes[PARAMS])}"
     if payloads > 1 and not run.coins:
         sent = f"{units.bytes_text(largest)}, {payloads:.3g} payloads"
-        remark += f"; DES-LOC's largest window: {sent}"
+        remark += f"; this run's largest window: {sent}"
     _remark(console, remark)
     of_params = run.periods[PARAMS]
     if isinstance(of_params, int):

@@ -231,7 +231,7 @@ def test_the_papers_totals_of_each_method_on_a_ring():
         "DDP": T,
         "FedAvg": T / 256,
         "Local Adam": 3 * T / 256,
-        "DES-LOC": T / 256 + T / 768 + T / 1536,
+        "this run": T / 256 + T / 768 + T / 1536,
     }
     schedule = SyncSchedule(by_stream(256, 768, 1536))
     for method in method_rates(schedule, dict.fromkeys(STREAMS, 4 * d), T):

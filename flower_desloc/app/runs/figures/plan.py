@@ -21,7 +21,7 @@ from flower_desloc.core.traffic import MethodRates
 _METHODS: Final = {
     "DDP": "#222222",
     "Local Adam": "#D55E00",
-    "DES-LOC": "#0072B2",
+    "this run": "#0072B2",
     "FedAvg": "#009E73",
 }
 _POINTS: Final = 240
