@@ -1,7 +1,7 @@
 """A site of NVFlare: its Client API, as its documentation shows it."""
 
 import nvflare.client as flare
-from site_step import Site
+from site_step import STEPS, Site
 
 
 def main() -> None:
@@ -13,8 +13,8 @@ def main() -> None:
         if received is None:
             break
         site.load(received.params)
-        site.step()
-        flare.send(flare.FLModel(params=site.params(), meta={"NUM_STEPS_CURRENT_ROUND": 1}))
+        site.window()
+        flare.send(flare.FLModel(params=site.params(), meta={"NUM_STEPS_CURRENT_ROUND": STEPS}))
 
 
 if __name__ == "__main__":

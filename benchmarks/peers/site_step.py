@@ -1,9 +1,9 @@
-"""What every site of every peer does in a window: one step of AdamW on 32 tokens.
+"""What every site of every peer does in a window: steps of AdamW on 32 tokens each.
 
 Needs PyTorch and transformers alone, and so runs in any peer's environment. ``PEERS_SHAPE`` is the
-model's width, that of its feed-forward part, and its blocks, as JSON. Each step appends a line to
-``PEERS_STAMPS/SITE``: the time at which it begins, on the clock that all processes of a machine
-share.
+model's width, that of its feed-forward part, and its blocks, as JSON; ``PEERS_STEPS`` the steps of
+a window. Each window appends a line to ``PEERS_STAMPS/SITE``: the time at which its first step
+begins, on the clock that all processes of a machine share.
 """
 
 import json
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 THREADS = 1
+STEPS = int(os.environ["PEERS_STEPS"])
 
 
 class Model(LlamaForCausalLM):  # type: ignore[misc]  # a lazy import
@@ -45,6 +46,7 @@ class Site:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._tokens = torch.randint(256, (1, 32))
         self._stamps = Path(os.environ["PEERS_STAMPS"]) / name
+        self._taken = 0
 
     def params(self) -> dict[str, Tensor]:
         """Return the parameters by name."""
@@ -56,10 +58,17 @@ class Site:
             for name, p in self.model.named_parameters():
                 p.copy_(torch.as_tensor(params[name]))
 
+    def window(self) -> None:
+        """Take the steps of a window."""
+        for _ in range(STEPS):
+            self.step()
+
     def step(self) -> None:
-        """Take the step of a window."""
-        with self._stamps.open("a") as file:
-            file.write(f"{time.monotonic()}\n")
+        """Take one step."""
+        if self._taken % STEPS == 0:
+            with self._stamps.open("a") as file:
+                file.write(f"{time.monotonic()}\n")
+        self._taken += 1
         self.optimizer.zero_grad()
         self.model(input_ids=self._tokens, labels=self._tokens).loss.backward()
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""The table of the peers: python benchmarks/peers/table.py [FILE]."""
+"""The tables of the peers: python benchmarks/peers/table.py [FILE]."""
 
 import json
 import sys
@@ -26,17 +26,20 @@ def cell(lines: list[dict[str, Any]]) -> str:
 
 
 def main(file: Path) -> None:
-    """Print the table."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    sizes = sorted({line["size"] for line in lines})
-    rows = [
-        [
-            f"`{peer}`",
-            *(cell([x for x in lines if (x["peer"], x["size"]) == (peer, s)]) for s in sizes),
+    """Print a table for each number of steps a window has."""
+    every = [json.loads(line) for line in file.read_text().splitlines()]
+    for steps in sorted({line.get("steps", 1) for line in every}):
+        lines = [line for line in every if line.get("steps", 1) == steps]
+        sizes = sorted({line["size"] for line in lines})
+        rows = [
+            [
+                f"`{peer}`",
+                *(cell([x for x in lines if (x["peer"], x["size"]) == (peer, s)]) for s in sizes),
+            ]
+            for peer in dict.fromkeys(line["peer"] for line in lines)
         ]
-        for peer in dict.fromkeys(line["peer"] for line in lines)
-    ]
-    print(table(["a window of", *(f"{size} MB" for size in sizes)], rows))
+        what = "a window of" if steps == 1 else f"a window of {steps} steps and"
+        print(table([what, *(f"{size} MB" for size in sizes)], rows))
 
 
 if __name__ == "__main__":

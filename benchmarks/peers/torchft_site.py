@@ -6,7 +6,7 @@ python torchft_site.py NUMBER SITES WINDOWS LIGHTHOUSE
 import sys
 from datetime import timedelta
 
-from site_step import Site
+from site_step import STEPS, Site
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
@@ -14,7 +14,7 @@ from torchft.process_group import ProcessGroupGloo
 
 
 def main(number: int, sites: int, windows: int, lighthouse: str) -> None:
-    """Train for so many windows of one step."""
+    """Train for so many windows."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     site = Site(f"site-{number}")
     manager = Manager(
@@ -32,7 +32,7 @@ def main(number: int, sites: int, windows: int, lighthouse: str) -> None:
         quorum_timeout=timedelta(seconds=600),
         use_async_quorum=False,
     )
-    with LocalSGD(manager, site.model, site.optimizer, sync_every=1):
+    with LocalSGD(manager, site.model, site.optimizer, sync_every=STEPS):
         while manager.current_step() < windows:
             site.step()
     manager.shutdown(wait=False)

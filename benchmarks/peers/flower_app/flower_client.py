@@ -9,10 +9,10 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Take the step of a window."""
+    """Take the steps of a window."""
     site = Site(f"site-{context.node_config['partition-id']}")
     site.load(message.content.array_records["arrays"].to_torch_state_dict())
-    site.step()
+    site.window()
     metrics = MetricRecord({"num-examples": 1})
     content = RecordDict({"arrays": ArrayRecord(site.params()), "metrics": metrics})
     return Message(content, reply_to=message)
