@@ -1,6 +1,6 @@
 """Held-out loss with one hostile site of eight, under the mean and under each robust guard.
 
-    python benchmarks/hostile_site.py [--seeds 3] [--json FILE]
+    python benchmarks/hostile_site.py [--seeds 3] [--guard NAME] [--json FILE]
 
 Eight clients with heterogeneous parts of scikit-learn's digits train a small network by
 DES-LOC-ADOPT, with the real strategy and client in one process. The last client trains like the
@@ -169,13 +169,14 @@ def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
     return loss, last, len(out) - last
 
 
-def main(seeds: int = 3, json: Path | None = None) -> None:
+def main(seeds: int = 3, guard: list[str] | None = None, json: Path | None = None) -> None:
     """Held-out loss with one hostile site of eight, under the mean and under each guard."""
+    guards = guard or [*GUARDS]
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     cells = {
-        guard: {attack: [run(guard, attack, s) for s in range(seeds)] for attack in ATTACKS}
-        for guard in GUARDS
+        name: {attack: [run(name, attack, s) for s in range(seeds)] for attack in ATTACKS}
+        for name in guards
     }
     rows = [[guard, *map(_cell, row.values())] for guard, row in cells.items()]
     print(table(["average", *ATTACKS], rows))

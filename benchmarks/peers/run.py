@@ -6,13 +6,16 @@
 Four sites and a server; a window is so many steps of AdamW on 32 tokens each, after which the
 parameters are averaged; nothing is evaluated. ``desloc-federate-moments`` also averages the first
 moment after every third window and the second after every sixth, the paper's periods, and
-``desloc-federate-lean`` sends what the preset ``lean`` does. The peers take turns, and the turns begin with another peer each
-time. FOLDER holds the virtual environments of NVFlare and torchft (README.md in this folder).
-Results are appended to FILE, a line each, and runs that are there are not repeated.
+``desloc-federate-lean`` sends what the preset ``lean`` does.
 
-Seconds are those between the beginnings of a site's windows, the median over sites and windows after
-the first two; for windows of several steps the mean over six, one cycle of the paper's periods. CPU-seconds and memory are of all processes, as in federate_window.py. A peer on a
-busy machine may give up.
+The peers take turns, and the turns begin with another peer each time. FOLDER holds the virtual
+environments of NVFlare and torchft (README.md in this folder). Results are appended to FILE, a line
+each, and runs that are there are not repeated.
+
+Seconds are those between the beginnings of a site's windows, the median over sites and windows
+after the first two; for windows of several steps the mean over six, one cycle of the paper's
+periods. CPU-seconds and memory are of all processes, as in federate_window.py. A peer on a busy
+machine may give up.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Averages that arrive late: a worker sends its streams and keeps training until they are back.
 
-An optimizer state is linear in what enters it, ``s <- beta s + (a function of the gradient)``. So
-whatever an average would have changed after step t has decayed to beta^d of itself d steps later.
-A worker that sent its streams as they were after step t merges their averages after step t + d by
+An optimizer state forgets what it was, ``s <- beta s + (what does not depend on s)``. So whatever
+an average would have changed after step t has decayed to beta^d of itself d steps later. A worker
+that sent its streams as they were after step t merges their averages after step t + d by
 
     x <- x + (mean x_t - x_t)
     u <- u + beta1^d (mean u_t - u_t)

@@ -29,8 +29,8 @@ class State:
     name: str
     kind: Kind
     decay: Callable[[Group], float] | None = None
-    """The factor beta of ``s <- beta s + (a function of the gradient)``; None: the state is not
-    linear in what enters it, or beta changes. Late averages and weights by steps need it."""
+    """The factor beta of ``s <- beta s + (what does not depend on s)``; None: there is none, or it
+    changes. Late averages and weights by steps need it."""
     seed: Callable[[Tensor, Group], Tensor] | None = None
     """Value for a client that starts at a later step and has no average of this state, from a
     parameter with its first gradient; None: zero. The other clients' second moments have grown

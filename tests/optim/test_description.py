@@ -62,19 +62,23 @@ def test_the_states_are_those_of_the_optimizer_and_their_kinds_tell_their_signs(
 
 
 @DESCRIPTIONS
-def test_a_state_decays_as_it_says_where_nothing_enters_it(described):
-    parameters = some_parameters()
-    optimizer = built(described, parameters)
-    steps(optimizer, parameters, noise)
+def test_what_is_added_to_a_state_decays_as_it_says(described):
     names = [state.name for state in described.states if state.decay is not None]
-    assert {described_as.kind for described_as in described.states if described_as.name not in names
-            } <= {Kind.MAXIMUM}  # fmt: skip
-    before = {n: [optimizer.state[p][n].clone() for p in parameters] for n in names}
-    steps(optimizer, parameters, zeros, number=1)
-    for name, decays in state_decays(optimizer, names).items():
-        [beta] = decays.values()
-        got = [optimizer.state[p][name] for p in parameters]
-        torch.testing.assert_close(got, [beta * value for value in before[name]])
+    for state in described.states:
+        assert state.name in names or state.kind in (Kind.MAXIMUM, Kind.OTHER), "no decay is stated"
+    for name in names:
+        after = []
+        for added in (0.0, 1.0):
+            parameters = some_parameters()
+            optimizer = built(described, parameters)
+            steps(optimizer, parameters, noise)
+            for p in parameters:
+                optimizer.state[p][name] += added
+            steps(optimizer, parameters, zeros, number=1)
+            after.append([optimizer.state[p][name] for p in parameters])
+        [beta] = state_decays(optimizer, [name])[name].values()
+        got = [one - zero for zero, one in zip(*after, strict=True)]
+        torch.testing.assert_close(got, [torch.full_like(value, beta) for value in got])
 
 
 @DESCRIPTIONS

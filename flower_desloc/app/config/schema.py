@@ -193,7 +193,7 @@ class Optimizer:
 
     name: str = one_of(*OPTIMIZERS, or_path=True)
     """One of the table below; or a torch.optim.Optimizer by its import path, such as
-    `pytorch_optimizer:Lion`, to which only lr, options, groups and clipping apply. Another
+    `pytorch_optimizer:Lion`, whose own settings are in options. Another
     optimizer than the preset's has its own defaults and needs its own lr (adam, adamw, amsgrad,
     muon share one)."""
     lr: float = bounded(0.0021, 0)
