@@ -33,8 +33,8 @@ Configure a run by a preset of `configs/` or a YAML file, and overrides:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
-flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=3"'
-flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
+flwr run . --stream --run-config 'config="quickstart" overrides="sync.params=32 run.seed=3"'
+flwr run . --stream --run-config 'exp-avg-period=96 learning-rate=0.003'
 ```
 
 The most common settings are keys of Flower's run config; `""` changes nothing:

@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from scripts import ROOT
 
+from flower_desloc.core.extras import to_install
+
 IN_PROCESS = """
 import stock_app
 from flwr.app import Context, RecordDict
@@ -78,4 +80,4 @@ def test_an_app_of_one_s_own_needs_only_the_library(alone):
 )
 def test_what_needs_an_extra_names_it(alone, module, name, extra):
     done = alone("-c", f"from {module} import {name}")
-    assert done.stderr.splitlines()[-1].endswith(f"pip install 'flower-desloc[{extra}]'")
+    assert done.stderr.splitlines()[-1].endswith(to_install(extra))

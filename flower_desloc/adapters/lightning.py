@@ -28,6 +28,7 @@ from flower_desloc.adapters.loop import LoopClient, packed, unpacked
 from flower_desloc.adapters.random_state import get_random_state, set_random_state
 from flower_desloc.adapters.turns import Ended, Turns
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.extras import to_install
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import state_files
 from flower_desloc.flower.messages import Settings, WindowRequest
@@ -37,7 +38,7 @@ try:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ImportError as error:
-    raise ImportError(f"{error}; pip install 'flower-desloc[lightning]'") from error
+    raise ImportError(f"{error}; {to_install('lightning')}") from error
 
 BuildFit = Callable[[Settings, Context], tuple[Any, ...]]
 

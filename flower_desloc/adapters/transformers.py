@@ -29,6 +29,7 @@ from flower_desloc.adapters.loop import LoopClient, packed, unpacked
 from flower_desloc.adapters.random_state import get_random_state, set_random_state
 from flower_desloc.adapters.turns import Ended, Turns
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.extras import to_install
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.messages import Settings
 
@@ -37,7 +38,7 @@ try:
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.utils import SAFE_WEIGHTS_NAME
 except ImportError as error:
-    raise ImportError(f"{error}; pip install 'flower-desloc[transformers]'") from error
+    raise ImportError(f"{error}; {to_install('transformers')}") from error
 
 BuildTrainer = Callable[[Settings, Context], Trainer]
 

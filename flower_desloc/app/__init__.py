@@ -7,10 +7,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from flower_desloc.core.extras import to_install
+
 if find_spec("transformers") is None:
     raise ImportError(
-        "flower_desloc.app and the command desloc need the extra app: "
-        "pip install 'flower-desloc[app]'"
+        f"flower_desloc.app and the command desloc need the extra app: {to_install('app')}"
     )
 
 _OF_NOTEBOOKS = ("RunResult", "compare", "load_run", "run")

@@ -8,9 +8,10 @@ not protected.
 
 from importlib.util import find_spec
 
+from flower_desloc.core.extras import to_install
+
 for _name in ("cryptography", "filelock", "opacus"):
     if find_spec(_name) is None:
         raise ModuleNotFoundError(
-            f"differential privacy needs {_name}, which is not installed: "
-            "pip install 'flower-desloc[privacy]'"
+            f"differential privacy needs {_name}, which is not installed: {to_install('privacy')}"
         )

@@ -147,7 +147,7 @@ def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
     """
     listed = ", ".join(f"{stream} {schedule.period_text(stream)}" for stream in schedule.periods)
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
-    return f"{listed} steps{late}"
+    return f"{listed}{' steps' if listed[-1].isdigit() else ''}{late}"  # or the last is never
 
 
 def count_text(number: int, noun: str) -> str:

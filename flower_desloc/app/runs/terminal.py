@@ -117,8 +117,9 @@ class TerminalView:
         run = self._run
         sizes = ", ".join(f"{s} {units.bytes_text(size)}" for s, size in run.stream_bytes.items())
         yield (
-            f"run {self._config.run.name}: {run.num_steps} steps in {run.num_windows} windows, "
-            f"{len(run.clients)} clients, {self._config.optimizer.name}"
+            f"run {self._config.run.name}: {units.count_text(run.num_steps, 'step')} in "
+            f"{units.count_text(run.num_windows, 'window')}, "
+            f"{units.count_text(len(run.clients), 'client')}, {self._config.optimizer.name}"
         )
         averaged = units.schedule_text(self._run.schedule, self._config.sync_delay)
         yield f"averaged: {averaged}"

@@ -13,6 +13,7 @@ from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.runs.folder import Line, RunFolder
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.extras import to_install
 from flower_desloc.flower.observer import RunInfo
 from flower_desloc.trackers.tracker import TOO_SLOW, time_limit
 
@@ -33,8 +34,7 @@ def require_installed(config: Config) -> None:
         # A folder of that name, such as Weights & Biases writes, is a package without an origin.
         if spec is None or spec.origin is None:
             raise ConfigError(
-                f"{setting}: {package} is not installed where the server runs; "
-                f"pip install 'flower-desloc[{extra}]'"
+                f"{setting}: {package} is not installed where the server runs; {to_install(extra)}"
             )
 
 

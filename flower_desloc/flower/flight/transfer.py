@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
+from flower_desloc.core.extras import to_install
+
 try:
     import pyarrow as pa
     import trustme
     from pyarrow import flight
 except ImportError as error:
-    hint = f"{error}; pip install 'flower-desloc[flight]'"
-    raise ImportError(hint, name=error.name) from error
+    raise ImportError(f"{error}; {to_install('flight')}", name=error.name) from error
 
 Buffer = bytes | bytearray | memoryview
 
