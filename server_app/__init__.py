@@ -74,6 +74,7 @@ def _run(grid: Grid, context: Context) -> None:
     task = build_task(config)
     model = task.build_model()
     configured = RunStreams(config)
+    configured.check()  # `flwr run` has checked nothing
     streams = configured.initial(model)
     params = streams.pop(PARAMS)
     _check_buffers(config, streams)

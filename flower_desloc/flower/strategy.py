@@ -67,7 +67,7 @@ class DesLoc(Strategy):
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
     compression : Mapping[str, str], optional
-        Lossy formats of streams in messages; those of optimizer states need ``templates``.
+        ``bf16``, ``int8``, ``int4`` or ``int2`` by stream, in messages; of states with templates.
     kinds : Mapping[str, Kind], optional
         What the optimizer's states are (``kinds_of(optimizer)``), unless PyTorch's names tell.
         Second moments are coded, checked and merged as such.

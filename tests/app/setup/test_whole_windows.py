@@ -3,9 +3,13 @@
 import re
 
 import pytest
+from flwr.app import Context, RecordDict
 
+from client_app.client import app as client_app
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.streams import RunStreams
+from flower_desloc.flower.inprocess import InProcessGrid
+from server_app import app as server_app
 
 ADVISED = [
     *("sync_mode=probabilistic", "sync_once_at=[4]", "sync_delay=1", "sync_phase.params=1"),
@@ -34,6 +38,13 @@ def test_no_other_optimizer_may_end_a_window():
     with pytest.raises(ConfigError, match=r"^sync.exp_avg=8: .* a multiple of sync.params=16$"):
         check(ADAM_BESIDE)
     check(f"{ADAM_BESIDE} sync.exp_avg=32")
+
+
+def test_the_server_refuses_what_no_command_has_checked(tmp_path):
+    run_config = {"config": "scaffold", "overrides": "sync.control=8", "output-dir": str(tmp_path)}
+    context = Context(1, 0, {}, RecordDict(), run_config)
+    with pytest.raises(ConfigError, match=r"^sync.control=8: .*; set sync.control=16$"):
+        server_app(InProcessGrid(client_app, []), context)
 
 
 def test_flowers_own_strategies_are_refused():
