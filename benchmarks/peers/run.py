@@ -74,6 +74,7 @@ def _desloc(command: str, *more: str, moments: tuple[int, int] | None = None) ->
         return [
             *(sys.executable, "-c", app, command, "quickstart"),
             *(*run_settings(case.size, case.windows), *periods),
+            "optimizer.clip_norm=null",  # as the peers' sites
             "run.preflight=warn",  # measured, also where it would be refused
             *more,
             *("--output-dir", str(case.folder)),
