@@ -172,6 +172,8 @@ def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
 def main(seeds: int = 3, guard: list[str] | None = None, json: Path | None = None) -> None:
     """Held-out loss with one hostile site of eight, under the mean and under each guard."""
     guards = guard or [*GUARDS]
+    if unknown := set(guards) - GUARDS.keys():
+        raise typer.BadParameter(f"{unknown}: must be among {', '.join(GUARDS)}")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     cells = {

@@ -71,10 +71,10 @@ def _run(grid: Grid, context: Context) -> None:
     require_installed(config)
     if config.model.config:
         log(INFO, OF_MODEL_CONFIG)
-    task = build_task(config)
-    model = task.build_model()
     configured = RunStreams(config)
     configured.check()  # `flwr run` has checked nothing
+    task = build_task(config)
+    model = task.build_model()
     streams = configured.initial(model)
     params = streams.pop(PARAMS)
     _check_buffers(config, streams)

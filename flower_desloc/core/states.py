@@ -43,7 +43,7 @@ class State:
     ceiling: Callable[[int], float] | None = None
     """Bound on the values in a run of so many steps, for gradients of any size; None: there is no
     bound, or clipped gradients give one."""
-    is_averaged: Literal["any time", "with params", "never"] = "any time"
+    averaged: Literal["any time", "with params", "never"] = "any time"
     """When it may be averaged. Unless at any time, all clients must take all steps of a window."""
 
 

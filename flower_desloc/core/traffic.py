@@ -146,10 +146,10 @@ def method_rates(
     *,
     compressed: Mapping[str, float] | None = None,
 ) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
-    """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same averages of params.
+    """Return the rates of DDP, Local Adam, a run and FedAvg with the same averages of params.
 
-    ``sizes`` are the bytes of each stream, ``compressed`` those that DES-LOC sends if it compresses
-    them, ``schedule`` DES-LOC's. A stream is averaged 1/K times per step, also where K does not
+    ``sizes`` are the bytes of each stream, ``compressed`` those that the run sends if it compresses
+    them, ``schedule`` the run's. A stream is averaged 1/K times per step, also where K does not
     divide ``num_steps``, and with coins in the mean of all seeds; ``once_at`` adds its averages.
     """
     periods, phases = schedule.periods, schedule.phases

@@ -59,7 +59,7 @@ class Description:
     @property
     def whole_window_states(self) -> tuple[State, ...]:
         """Its states that need all steps of all clients in every window."""
-        return tuple(state for state in self.all_states if state.is_averaged != "any time")
+        return tuple(state for state in self.all_states if state.averaged != "any time")
 
     def shares_rate(self, other: "Description") -> bool:
         """Return whether a learning rate that was tuned for one suits the other."""

@@ -30,9 +30,9 @@ class Scaffold(Optimizer):
     """
 
     states = (
-        State("control", Kind.OTHER, is_averaged="with params"),
-        State("own_control", Kind.OTHER, is_averaged="never"),
-        State("correction", Kind.OTHER, is_averaged="never"),
+        State("control", Kind.OTHER, averaged="with params"),
+        State("own_control", Kind.OTHER, averaged="never"),
+        State("correction", Kind.OTHER, averaged="never"),
     )
     elementwise = True
 

@@ -65,7 +65,7 @@ def test_the_states_are_those_of_the_optimizer_and_their_kinds_tell_their_signs(
 def test_what_is_added_to_a_state_decays_as_it_says(described):
     names = [state.name for state in described.states if state.decay is not None]
     for state in described.states:
-        assert state.name in names or state.kind in (Kind.MAXIMUM, Kind.OTHER), "no decay is stated"
+        assert state.name in names or state.kind is Kind.MAXIMUM, "no decay is stated"
     for name in names:
         after = []
         for added in (0.0, 1.0):

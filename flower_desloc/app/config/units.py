@@ -145,9 +145,12 @@ def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
     >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}), delay=2)
     'params every 16, exp_avg every 48 from 16 steps, merged 2 steps later'
     """
-    listed = ", ".join(f"{stream} {schedule.period_text(stream)}" for stream in schedule.periods)
+    texts = [f"{stream} {schedule.period_text(stream)}" for stream in schedule.periods]
+    numbers = [index for index, text in enumerate(texts) if text[-1].isdigit()]
+    for last in numbers[-1:]:
+        texts[last] += " steps"  # others may be never, or by coin
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
-    return f"{listed}{' steps' if listed[-1].isdigit() else ''}{late}"  # or the last is never
+    return f"{', '.join(texts)}{late}"
 
 
 def count_text(number: int, noun: str) -> str:

@@ -22,6 +22,7 @@ from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import evaluations
 from flower_desloc.app.runs.record import RunRecord, load
+from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
 _OF_A_CLIENT = ("num_examples", "steps", "train_loss", "update_norm", "param_norm", "seconds")
@@ -152,6 +153,7 @@ def run(
         "output-dir": str(Path(output_dir).expanduser().resolve()),
     }
     config = load_run_config(run_config)
+    RunStreams(config).check()
     before = _folders(output_dir)
     if engine == "inprocess":
         shown = Shown(sys.stdout)

@@ -1,6 +1,7 @@
 """What an optimizer excludes whose states are averaged with the parameters or never (SCAFFOLD)."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from flower_desloc.app.config import Config
@@ -14,17 +15,18 @@ _BY_WHOLE_WINDOWS: Final = Exclusion(
         *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
         *("federation.fraction_train", "federation.min_steps"),
     ),
-    why="states of optimizer.name={0.optimizer.name} are averaged with the params of all clients, "
-    "after all steps of every window",
+    why="states of the optimizer {owner} are averaged with the params of all clients, after all "
+    "steps of every window",
 )
 
 
 def problems(config: Config, parts: Iterable[Description]) -> Iterator[str]:
     """Yield settings with which some windows would not end as an optimizer's states need it."""
-    states = [state for part in parts for state in part.whole_window_states]
-    if not states:
+    owners = {state: part.name for part in parts for state in part.whole_window_states}
+    if not (states := list(owners)):
         return
-    yield from _BY_WHOLE_WINDOWS.problems(config)
+    why = _BY_WHOLE_WINDOWS.why.format(owner=owners[states[0]])
+    yield from replace(_BY_WHOLE_WINDOWS, why=why).problems(config)
     if (period := config.sync.get(PARAMS)) is None:
         return  # data parallelism, whose windows are of one step
     yield from (problem for state in states for problem in _period(config, state))
@@ -37,7 +39,7 @@ def problems(config: Config, parts: Iterable[Description]) -> Iterator[str]:
 
 
 def _period(config: Config, state: State) -> Iterator[str]:
-    needed = config.sync[PARAMS] if state.is_averaged == "with params" else NEVER
+    needed = config.sync[PARAMS] if state.averaged == "with params" else NEVER
     stated = config.sync.get(state.name, needed)  # ``RunStreams`` says what sync lacks
     if stated != needed:
         why = "it is averaged whenever params are" if needed != NEVER else "each client has its own"

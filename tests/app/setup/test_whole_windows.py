@@ -5,9 +5,11 @@ import re
 import pytest
 from flwr.app import Context, RecordDict
 
+from client_app import multiprocess
 from client_app.client import app as client_app
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.streams import RunStreams
+from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.flower.inprocess import InProcessGrid
 from server_app import app as server_app
 
@@ -45,6 +47,11 @@ def test_the_server_refuses_what_no_command_has_checked(tmp_path):
     context = Context(1, 0, {}, RecordDict(), run_config)
     with pytest.raises(ConfigError, match=r"^sync.control=8: .*; set sync.control=16$"):
         server_app(InProcessGrid(client_app, []), context)
+
+
+def test_a_client_of_several_processes_refuses_it():
+    with pytest.raises(ValueError, match=r"^optimizer.name=\S+Scaffold is for clients of one"):
+        multiprocess._check(load("scaffold"), Parallelism(2, "ddp"))
 
 
 def test_flowers_own_strategies_are_refused():
