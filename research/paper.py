@@ -204,6 +204,19 @@ def methods(studies: Mapping[str, str], baseline: str) -> Table:
     return Table([*heads, f"bytes, {baseline}'s being 1"], rows)
 
 
+def federated() -> Table:
+    """Return Flower's FedAvg and FedAdam at their best rates, compared with Local."""
+    rows = []
+    for one in study_cells("fair_federated"):
+        local = study_cells(FAIR[one["partition"]])[0]
+        gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
+        share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
+        row = [one["partition"], one["method"], f"{one['tuned']:.2g}", one["seeds"]]
+        rows.append([*row, f"{one['mean']:.4f}", gap.interval, f"{share:.3g}"])
+    heads = ["data", "method", "rate", "seeds", "loss", "above Local, %"]
+    return Table([*heads, "bytes, Local's being 1"], rows)
+
+
 def outer_steps() -> Table:
     """Return the loss of DiLoCo and MuLoCo by their outer steps, on a spare seed."""
     found = study_cells("outer_rates")
@@ -254,6 +267,7 @@ TABLES: dict[str, Draw] = {
     "compression": formats,
     "fair_rates": baseline,
     "fair_methods": partial(methods, FAIR, "Local"),
+    "fair_federated": federated,
     "fair_outer": outer_steps,
     "fair_muon": partial(methods, {"IID": "muon_iid", "by domain": "muon_by_domain"}, "AdamW"),
     "wall_clock": clock,
