@@ -43,8 +43,8 @@ def test_no_other_optimizer_may_end_a_window():
 
 
 def test_the_server_refuses_what_no_command_has_checked(tmp_path):
-    run_config = {"config": "scaffold", "overrides": "sync.control=8", "output-dir": str(tmp_path)}
-    context = Context(1, 0, {}, RecordDict(), run_config)
+    words = {"overrides": "sync.control=8", "output-dir": str(tmp_path)}
+    context = Context(1, 0, {}, RecordDict(), {"config": "scaffold", **words})
     with pytest.raises(ConfigError, match=r"^sync.control=8: .*; set sync.control=16$"):
         server_app(InProcessGrid(client_app, []), context)
 
