@@ -147,8 +147,8 @@ def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
     """
     texts = [f"{stream} {schedule.period_text(stream)}" for stream in schedule.periods]
     numbers = [index for index, text in enumerate(texts) if text[-1].isdigit()]
-    for last in numbers[-1:]:
-        texts[last] += " steps"  # others may be never, or by coin
+    if numbers:
+        texts[numbers[-1]] += " steps"  # others may be never, or by coin
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
     return f"{', '.join(texts)}{late}"
 

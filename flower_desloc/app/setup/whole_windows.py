@@ -1,7 +1,6 @@
 """What an optimizer excludes whose states are averaged with the parameters or never (SCAFFOLD)."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Final
 
 from flower_desloc.app.config import Config
@@ -10,13 +9,9 @@ from flower_desloc.core.states import State
 from flower_desloc.flower.fields import Exclusion
 from flower_desloc.optim import Description
 
-_BY_WHOLE_WINDOWS: Final = Exclusion(
-    keys=(
-        *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
-        *("federation.fraction_train", "federation.min_steps"),
-    ),
-    why="states of the optimizer {owner} are averaged with the params of all clients, after all "
-    "steps of every window",
+_EXCLUDED: Final = (
+    *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
+    *("federation.fraction_train", "federation.min_steps"),
 )
 
 
@@ -25,8 +20,11 @@ def problems(config: Config, parts: Iterable[Description]) -> Iterator[str]:
     owners = {state: part.name for part in parts for state in part.whole_window_states}
     if not (states := list(owners)):
         return
-    why = _BY_WHOLE_WINDOWS.why.format(owner=owners[states[0]])
-    yield from replace(_BY_WHOLE_WINDOWS, why=why).problems(config)
+    why = (
+        f"states of the optimizer {owners[states[0]]} are averaged with the params of all clients, "
+        "after all steps of every window"
+    )
+    yield from Exclusion(keys=_EXCLUDED, why=why).problems(config)
     if (period := config.sync.get(PARAMS)) is None:
         return  # data parallelism, whose windows are of one step
     yield from (problem for state in states for problem in _period(config, state))
