@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.core.compression import coded_bytes, decode, encode
+from flower_desloc.core import compression
+from flower_desloc.core.compression import coded_bytes, decode_stream, encode_stream
 from flower_desloc.core.formats import Format
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import compressed_bytes
 from flower_desloc.flower.arrays import from_record, to_record
@@ -39,6 +41,19 @@ def values(seed: int, shape: tuple[int, ...], spread: float = 3.0) -> Tensor:
     return x * (torch.rand(shape, generator=draw) > 0.1)
 
 
+def kind_of(*, signed: bool) -> Kind:
+    return Kind.FIRST_MOMENT if signed else Kind.SECOND_MOMENT
+
+
+def encode(x: Tensor, format_: Any, *, signed: bool) -> Tensor:
+    return encode_stream(kind_of(signed=signed), {"x": x}, format_).coded["x"]
+
+
+def decode(data: Tensor, format_: Any, like: Tensor, *, signed: bool) -> Tensor:
+    kind = kind_of(signed=signed)
+    return decode_stream("any", {"x": data}, format_, {"x": like}, kind=kind)["x"]
+
+
 def there_and_back(x: Tensor, format_: Any, *, signed: bool) -> Tensor:
     return decode(encode(x, format_, signed=signed), format_, x, signed=signed)
 
@@ -58,6 +73,25 @@ def test_a_code_has_as_many_bytes_as_is_said_and_comes_back_in_shape(seed, shape
     assert back.dtype == x.dtype
     with pytest.raises(ValueError, match="bytes of"):
         decode(torch.cat([data, data.new_zeros(1)]), format_, x, signed=signed)
+
+
+@given(seeds, shapes, formats, st.booleans())
+def test_a_tensor_is_encoded_alike_in_one_part_and_in_many(seed, shape, format_, signed):
+    x, base, residual = (values(seed + i, shape) for i in range(3))
+    x = x if signed else x.abs()
+    before = {"reference": {"x": base}, "residual": {"x": residual}} if signed else {}
+    kind = kind_of(signed=signed)
+    results = []
+    for at_once in (1 << 16, 256):  # a block of int8
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compression, "_AT_ONCE", at_once)
+            sent = encode_stream(kind, {"x": x}, format_, **before)
+            results.append((sent.coded, sent.received, sent.residual))
+            reference = before.get("reference")
+            args = "any", sent.coded, format_, {"x": x}
+            assert_same(decode_stream(*args, kind=kind, reference=reference), sent.received)
+    for one, many in zip(*results, strict=True):
+        assert_same(one, many)
 
 
 def test_bytes_of_a_value():
