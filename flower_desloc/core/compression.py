@@ -242,7 +242,7 @@ def _quantise_by_sign(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise_by_sign(codes: Tensor, scales: Tensor) -> Tensor:
-    small, large = scales.unsqueeze(2)
+    small, large = scales.unsqueeze(2).unbind()
     is_large = (codes & 1).float()
     values = large * is_large
     values.add_(is_large.neg_().add_(1).mul_(small))
