@@ -69,6 +69,7 @@ class LoopClient(DesLocClient):
             with self.window(message, context) as window:
                 steps = self._steps
                 assert steps is not None
+                window.may_skip_steps = True  # the loop's own gradient scaler decides
                 if window.stop > window.step:  # unless a stream is missing
                     steps.open(window.step, window.stop, window.loop_state)
                     for _ in window:

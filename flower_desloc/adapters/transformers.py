@@ -62,6 +62,9 @@ class TrainerClient(LoopClient):
     evaluations call ``trainer.evaluate()``. The loss of a window is what the Trainer logs, which it
     does at the end of each window too.
 
+    The order of the data is that of ``train`` alone, also in a new process. What a collator or a
+    dataset draws at random for the first step there, such as masks, begins anew.
+
     Parameters
     ----------
     build : Callable
@@ -87,6 +90,9 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.step_count = 0
         """The steps of the federation that the Trainer has taken or skipped."""
         self._first_random = self._random = get_random_state()
+        self._epoch_random = self._first_random
+        """From which the order of the epoch is drawn."""
+        self._is_resumed_here = False
         self._first_schedule: dict[str, Any] | None = None
         self._turns: Turns | None = None
         self._loop_state: Mapping[str, Any] = {}
@@ -140,6 +146,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         saved = {
             "step": self.step_count,
             "random": self._random,
+            "epoch_random": self._epoch_random,
             "schedule": trainer.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
             "state": json.dumps(fields | {"log_history": []}),  # which grows
@@ -170,6 +177,12 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if saved and saved["scaler"]:
             self.trainer.accelerator.scaler.load_state_dict(saved["scaler"])
 
+    def on_epoch_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
+        if self._is_resumed_here and self._resumed:
+            set_random_state(self._resumed["epoch_random"])
+        self._is_resumed_here = False
+        self._epoch_random = get_random_state()
+
     def on_step_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
         assert self._turns is not None
         self._turns.pause()
@@ -191,14 +204,15 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Let the Trainer begin ``train`` again, after ``step`` steps of the federation."""
         self.end()
         self.step_count, self._loop_state = step, loop_state
-        self._resumed = unpacked(loop_state)
+        self._resumed = saved = unpacked(loop_state)
+        self._is_resumed_here = saved is not None and saved["step"] == step
         set_random_state(self._first_random)  # its seed is that of the order of the data
         with TemporaryDirectory() as folder:
             checkpoint = self._checkpoint(Path(folder)) if step else None
             self._turns = Turns(lambda: self._train(checkpoint))
             with _without_warning():
                 self._turns.next()
-        self._random = self._resumed["random"] if self._resumed else get_random_state()
+        self._random = saved["random"] if saved else get_random_state()
 
     def _checkpoint(self, folder: Path) -> str:
         """Write a checkpoint that has the number of steps and no tensors: these are in place."""

@@ -74,6 +74,9 @@ class ClientWindow:
         self.measured = StepMetrics()
         self.seconds = 0.0
         """Of steps that were taken before the window was opened."""
+        self.may_skip_steps = False
+        """Whether a window may pass without ``optimizer.step()``, as when a gradient scaler skips
+        its steps; they count as taken."""
         self.late: Collection[str] = ()
         """The due streams from which the client goes on, as their averages come late."""
         self._local_steps: LocalSteps | None = None  # of the user's own loop, as are all below
@@ -96,8 +99,11 @@ class ClientWindow:
                     )
                 total += self._calls
             self.measured += self._local_steps.metrics()
-        if self.measured.learning_rates and not total:
-            raise RuntimeError("no step called optimizer.step() of the Worker's optimizer")
+        if self.measured.learning_rates and not (total or self.may_skip_steps):
+            raise RuntimeError(
+                "no step called optimizer.step() of the Worker's optimizer; if a gradient scaler "
+                "skipped it, set window.may_skip_steps = True"
+            )
 
     def record(self, loss: Tensor | float, grad_norm: Tensor | float | None = None) -> None:
         """Report the loss of this step, and the norm of its gradient, to the server."""

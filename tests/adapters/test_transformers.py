@@ -126,6 +126,11 @@ def test_so_it_does_with_a_process_for_each_message(expected, tmp_path):
     assert_equal(federated(new_process(build), tmp_path, RARELY), expected)
 
 
+def test_and_has_the_same_order_where_it_is_drawn_from_the_global_generator(tmp_path):
+    build = builder(tmp_path, train_sampling_strategy="group_by_length")
+    assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
+
+
 def plain_client(folder: Path) -> ClientApp:
     """The same steps in a loop that a user would write, with batches drawn from the step."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from federation import OPTIMIZERS, assert_same, falling
 from flower_path import Run
 from flwr.app import Context, Message
@@ -179,6 +180,29 @@ def test_a_loop_keeps_a_scheduler_in_its_state_and_reports_the_rates_it_used(tmp
 def test_a_loop_that_does_not_take_each_step_once_is_an_error(loop, words, tmp_path):
     with pytest.raises(FederationError, match=words):
         in_own_loop(small(tmp_path), **loop).start()
+
+
+def test_steps_that_a_gradient_scaler_skips_count_as_taken(tmp_path):
+    run = small(tmp_path)
+    client = DesLocClient(run.app._build)
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        scaler = torch.amp.GradScaler("cpu")
+        with client.window(message, context) as window:
+            window.may_skip_steps = True
+            for step in window:
+                loss = run.problem.loss(window.worker.module, 0, step)
+                scaler.scale(loss * (1 if step == 4 else math.inf)).backward()
+                scaler.step(window.worker.optimizer)
+                scaler.update()
+                window.worker.optimizer.zero_grad()
+        return window.reply
+
+    run.grid.client_app = client
+    run.start()
+    first, second = (w.drift["params"].moved for w in run.watch.records[1:])
+    assert first == 0 < second
 
 
 def test_averaged_gradients_need_a_loss(tmp_path):
