@@ -36,8 +36,9 @@ def prime(optimizer: Optimizer) -> None:
     write the federation's states into. A step on zero gradients creates them in any optimizer.
     The parameters are zero during that step, or weight decay would change the moments.
 
-    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam, and for
-    one that takes no step on gradients of zeros, such as SparseAdam.
+    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam or an
+    average of the parameters, and for one that takes no step on gradients of zeros, such as
+    SparseAdam.
     """
     params = trained_by(optimizer)
     if not optimizer.state and _has_alike_states(optimizer):
@@ -48,6 +49,7 @@ def prime(optimizer: Optimizer) -> None:
         optimizer.state.clear()
     kept = [p.detach().clone() for p in params]
     _create_states(optimizer)
+    _require_states_without_params(optimizer)
     with torch.no_grad():
         for p, x in zip(params, kept, strict=True):
             p.copy_(x)
@@ -57,7 +59,7 @@ def prime(optimizer: Optimizer) -> None:
 def _create_states(optimizer: Optimizer) -> None:
     what = type(optimizer).__name__
     try:
-        _step_from_zero(optimizer, 0.0)
+        _step_on(optimizer, 0.0, 0.0)
         changed = [name for name, state in _tensors_of(optimizer) if state.any()]
         if changed and not _first_step_is_from_zeros(optimizer):
             raise ValueError(f"{changed[0]!r} of {what} is not zero before the first step")
@@ -122,16 +124,39 @@ def _first_step_is_from_zeros(optimizer: Optimizer) -> bool:
     for begin in (optimizer.state.clear, lambda: _zero_states(optimizer)):
         begin()
         set_step(optimizer, 0)
-        _step_from_zero(optimizer, 1.0)
+        _step_on(optimizer, 0.0, 1.0)
         params = [p.clone() for p in trained_by(optimizer)]
         ends.append([*params, *(state.clone() for _, state in _tensors_of(optimizer))])
     return _equal(*ends)
 
 
-def _step_from_zero(optimizer: Optimizer, gradient: float) -> None:
-    """Take a step with every parameter at zero and every gradient at the same value."""
+@torch.no_grad()
+def _require_states_without_params(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for a state that begins with the parameters: zeros would be wrong."""
+    groups = [{**group} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:  # a decay rightly puts parameters into moments
+        group |= {key: 0.0 for key in group if "weight_decay" in key}
+    sums = []
+    for value in (0.0, 1.0):
+        optimizer.state.clear()
+        set_step(optimizer, 0)
+        _step_on(optimizer, value, 0.0)
+        states = _tensors_of(optimizer)
+        sums.append([(name, float(state.nan_to_num().sum())) for name, state in states])
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group |= before
+    for (name, without), (_, with_params) in zip(*sums, strict=True):
+        if without != with_params:
+            what = f"{name!r} of {type(optimizer).__name__}"
+            raise ValueError(f"{what} begins with the parameters, not with zeros")
+    optimizer.zero_grad(set_to_none=True)
+    _zero_states(optimizer)
+
+
+def _step_on(optimizer: Optimizer, value: float, gradient: float) -> None:
+    """Take a step with every parameter at one value and every gradient at another."""
     for p in trained_by(optimizer):
-        p.zero_()
+        p.fill_(value)
         p.grad = torch.full_like(p, gradient)
     optimizer.step()
 

@@ -170,6 +170,34 @@ def test_an_optimizer_whose_states_do_not_start_at_zero_is_refused(make):
         primed(make)
 
 
+class AveragingSGD(torch.optim.SGD):
+    """SGD beside an average of its iterates, as Polyak's; it begins with the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("average", p.clone())
+        loss = super().step(closure)
+        for p, state in self.state.items():
+            state["average"].lerp_(p, 0.1)
+        return loss
+
+
+class OwnAdam(torch.optim.Adam):
+    """Of another package than PyTorch."""
+
+
+def test_an_optimizer_whose_state_begins_with_the_parameters_is_refused():
+    with pytest.raises(ValueError, match="'average' of AveragingSGD begins with the parameters"):
+        primed(partial(AveragingSGD, lr=0.1))
+
+
+def test_a_decay_that_goes_into_the_moments_is_none_of_these():
+    module, optimizer = primed(partial(OwnAdam, weight_decay=0.1))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
+    assert not any(t.any() for state in optimizer.state.values() for t in state.values())
+
+
 # ------------------------------------------------------------------------------------ Take and put
 
 
