@@ -31,6 +31,7 @@ def require_window(
 class Recovery(RoundHook):
     """Round hook that writes checkpoints, if there are to be any, and resumes from ``resume``.
 
+    It is the last hook: when it is called, the others know whether the run is over.
     Later checkpoints than ``resume`` are deleted at once: the run that follows is another. Raises
     ``CheckpointError`` for a run from the start in a folder that has checkpoints.
     """
@@ -68,7 +69,7 @@ class Recovery(RoundHook):
 
     def window(self, record: WindowRecord) -> None:
         """Write a checkpoint if one is due after this window."""
-        is_last = record.step == self._num_steps
+        is_last = record.step == self._num_steps or self._loop.is_over
         if self._checkpoints is None or not self._checkpoints.is_due(record.round, is_last=is_last):
             return
         self._write(self._checkpoints, record.round, {})

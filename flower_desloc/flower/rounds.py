@@ -228,6 +228,11 @@ class RoundLoop:
 
     # One round
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a hook ends the run before its next window."""
+        return any(hook.finished for hook in self.hooks)
+
     def started(self, run: RunInfo) -> None:
         """Call the observer and the hooks before the first evaluation."""
         self.observer.started(run)

@@ -191,7 +191,7 @@ class DesLoc(Strategy):
             del initial_arrays  # it would be kept for the whole run
             first = self.resume.round + 1 if self.resume else 0
             for number, window in enumerate(self.windows[first:], first):
-                if any(hook.finished for hook in self.loop.hooks):
+                if self.loop.is_over:
                     break
                 self.loop.begin(number, window)
                 if number > 0:

@@ -193,7 +193,7 @@ def test_an_optimizer_whose_state_begins_with_the_parameters_is_refused():
 
 
 def test_a_decay_that_goes_into_the_moments_is_none_of_these():
-    module, optimizer = primed(partial(OwnAdam, weight_decay=0.1))
+    _, optimizer = primed(partial(OwnAdam, weight_decay=0.1))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
     assert not any(t.any() for state in optimizer.state.values() for t in state.values())
 

@@ -22,6 +22,7 @@ from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import evaluations
 from flower_desloc.app.runs.record import RunRecord, load
+from flower_desloc.app.runs.resume import begun_in
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
@@ -154,7 +155,8 @@ def run(
     }
     config = load_run_config(run_config)
     RunStreams(config).check()
-    before = _folders(output_dir)
+    where = begun_in(config, Path(output_dir))
+    before = _folders(where)
     if engine == "inprocess":
         shown = Shown(sys.stdout)
         with redirect_stdout(shown) if shown.has_bar else nullcontext():
@@ -164,7 +166,9 @@ def run(
     else:
         raise ValueError(f"engine={engine}: must be simulation or inprocess")
     written = {
-        path: when for path, when in _folders(output_dir).items() if when != before.get(path)
+        path: when
+        for path, when in _folders(where).items()
+        if when != before.get(path) and path.name.startswith(config.run.name)
     }
     return RunResult(max(written, key=lambda path: written[path]))
 

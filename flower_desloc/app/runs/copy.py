@@ -91,7 +91,8 @@ class Remote:
     def checkpoints(self) -> list[str]:
         """Return the names of the checkpoints, oldest first."""
         path = f"{self.root}/{_CHECKPOINTS}"
-        listed = self.fs.ls(path, detail=False, refresh=True) if self.fs.exists(path) else []
+        self.fs.invalidate_cache(path)  # not each backend's ``ls`` has an option for it
+        listed = self.fs.ls(path, detail=False) if self.fs.exists(path) else []
         return sorted(f"{_CHECKPOINTS}/{each.rpartition('/')[2]}" for each in listed)
 
 

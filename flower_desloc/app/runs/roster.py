@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from flower_desloc.app.runs.folder import RunFolder, append
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
 
 State = Literal["invited", "active", "paused", "ejected"]
@@ -121,6 +122,13 @@ class Governed(RoundHook):
         known = self._roster.sites.get(client)
         if known is None or known.state == "invited" or known.node != node_id:
             self._roster.set(client, "active", node=node_id)
+
+    def window(self, record: WindowRecord) -> None:
+        """Note sites that were invited again after the run had known them."""
+        sites = self._roster.sites
+        for client in record.clients:
+            if client in sites and sites[client].state == "invited":
+                self._roster.set(client, "active")
 
 
 def inherit(folder: RunFolder, name: str) -> None:

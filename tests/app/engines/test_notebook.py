@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from tiny import TINY, summary
+from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.app import compare, load_run, run
 from flower_desloc.app.config import ConfigError
@@ -52,6 +52,17 @@ def test_runs_are_compared_and_shown(result, folder):
     shown = result._repr_html_()
     assert "<table" in shown
     assert "data:image/png;base64," in shown
+
+
+def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_path):
+    words = (*SHORT, "run.checkpoint_every=1")
+    with failing_at(2):
+        train(tmp_path / "a", *words)
+    there = tmp_path / "a" / "quickstart"
+    words = (*words, f"run.resume={there}")
+    again = run("quickstart", *words, engine="inprocess", output_dir=tmp_path / "b")
+    assert again.folder == there
+    assert summary(there)["status"] == "completed"
 
 
 def test_mistakes_are_errors_of_python(tmp_path):

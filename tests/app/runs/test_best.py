@@ -10,10 +10,13 @@ from light_task import Light
 from safetensors.torch import load_file
 from tiny import failing_at, summary, train
 
+from flower_desloc.app import load_run
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.runs.best import Criterion, KeepBest
 from flower_desloc.app.runs.folder import RunFolder, read_lines
 from flower_desloc.app.runs.recorder import to_line
+from flower_desloc.core.streams import digest, parameters
+from flower_desloc.flower.checkpoint import Checkpoints
 from flower_desloc.flower.observer import EvaluationRecord, Traffic, WindowRecord
 
 LOSSES = (3.0, 2.0, 4.0, 1.0, 1.0, 5.0, 0.5)
@@ -154,6 +157,8 @@ def test_a_whole_run_keeps_the_best_model_ends_early_and_so_does_its_resume(tmp_
     last = summary(whole)
     assert (last["status"], last["steps"]) == ("completed", best + 4)
     assert last["steps"] < 40
+    assert Checkpoints(whole / "checkpoints").all()[-1].name.endswith(f"{best + 4:08}.safetensors")
+    assert digest(parameters(load_run(whole).model())) == last["weights_sha256"]
     with failing_at(lines[-1]["round"]):
         run("cut off")
     resumed = run("cut off", "run.resume=auto")

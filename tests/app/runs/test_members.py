@@ -73,6 +73,13 @@ def test_a_change_holds_from_the_next_window_and_is_in_the_record(before_step, t
     assert "is complete: it has no window left" in refused("members", folder, "pause", "client-0")
 
 
+def test_a_site_that_is_invited_again_is_active_once_it_takes_part(before_step, tmp_path):
+    before_step({2: ["eject/client-1"], 6: ["invite/client-1"]})
+    folder = train(tmp_path, *SHORT, *TOLERANT)
+    assert [len(window["clients"]) for window in windows(folder)] == [2, 2, 1, 1, 2]
+    assert Roster(folder / "members.jsonl").sites["client-1"].state == "active"
+
+
 def test_a_run_that_begins_with_invitations_has_only_these_sites(tmp_path):
     accepted("members", tmp_path / "a", "invite", "client-0", "site-b")
     folder = train(tmp_path, *SHORT, *TOLERANT)
