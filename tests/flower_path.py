@@ -1,5 +1,6 @@
 """The whole federated path in one process, over a problem of federation.py."""
 
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,13 @@ from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
 
 RUN = "run"
+
+
+def free_address() -> str:
+    """Return the address of a port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Grid(InProcessGrid):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 from federation import OPTIMIZERS
-from flower_path import Run
+from flower_path import Run, free_address
 from flwr.app import ArrayRecord, Message
 from pyarrow import flight
 from scripts import ROOT
@@ -36,19 +36,7 @@ DATA = BODY.numpy().tobytes()
 NODE, OTHER = 7, 8
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-@pytest.fixture(autouse=True)
-def deployment(monkeypatch):
-    monkeypatch.setattr(
-        "flower_desloc.flower.internals.is_grid", lambda _, name: name == "HttpGrid"
-    )
-    yield
-    at_site._forget_client()
+pytestmark = pytest.mark.usefixtures("by_flight")
 
 
 def trained(folder, address: str | None, periods=(2, 4, 8), **options) -> Run:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Quadratic
-from flower_path import RUN, Run
+from flower_path import RUN, Run, free_address
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from safetensors.torch import load_file
 from tiny import TINY, train
@@ -91,6 +91,19 @@ def test_a_run_by_secure_sums_ends_with_the_weights_of_the_plain_run(tmp_path, m
             assert drift.moved == pytest.approx(other.drift[name].moved, rel=1e-5)
     assert all(len(record.clients) == 4 for record in run.watch.records[1:])
     assert not any(record.events for record in run.watch.records)
+
+
+@pytest.mark.usefixtures("by_flight")
+def test_masked_streams_may_travel_beside_messages(tmp_path):
+    policy = Policy(min_clients=3, data_address=free_address())
+    run = secure(tmp_path, policy=policy)
+    beside = run.start()
+    asked = [m for m in run.grid.sent if m.metadata.message_type == "train"]
+    assert not any(records_of(ArrayRecord, m.content) for m in asked)
+    inside = secure(tmp_path / "inside").start()
+    for ours, theirs in zip(beside, inside, strict=True):
+        for name in ours:
+            close(ours[name], theirs[name])
 
 
 def test_the_server_is_sent_masks_and_nothing_else_of_a_site(tmp_path):

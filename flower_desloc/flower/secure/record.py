@@ -15,6 +15,8 @@ SECURE = "secure"
 ASK = "query.secure"
 KEYS, SHARES, CONFIRM, UNMASK = "keys", "shares", "confirm", "unmask"
 """The questions of a sum, under ``phase``."""
+_OF_THE_WAY = {"bundles", "by-flight"}
+"""Keys of a request's config that say how arrays travel: each site's own, and set when it is sent."""
 
 
 def by_name(values: Mapping[str, bytes]) -> dict[str, Values]:
@@ -44,9 +46,9 @@ def record_of(message: Message) -> ConfigRecord:
 
 
 def request_digest(content: RecordDict) -> str:
-    """Return a digest of a request's config but ``bundles``, which says how a reply is packed."""
+    """Return a digest of what a request's config asks for, which is the same for all sites."""
     config = records_of(ConfigRecord, content)[CONFIG]
-    values = {key: value for key, value in config.items() if key != "bundles"}
+    values = {key: value for key, value in config.items() if key not in _OF_THE_WAY}
     text = json.dumps(values, sort_keys=True, default=lambda data: {"bytes": data.hex()})
     return hashlib.sha256(text.encode()).hexdigest()
 
