@@ -16,7 +16,7 @@ from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Paralle
 from flower_desloc.app.tasks.protocol import HasExamples
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import client_name, state_files, state_folder
-from flower_desloc.flower.fingerprint import code_of, fingerprint
+from flower_desloc.flower.fingerprint import code_of, digest_of, fingerprint
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Budget
 from flower_desloc.privacy.ledger import Ledger
@@ -83,7 +83,8 @@ def _computed_by(config: Config) -> tuple[object, ...]:
 
     With other code the same noise would give away the difference of two gradients.
     """
-    code = fingerprint(), *sorted(code_of(user_modules(config)).items())
+    own = digest_of(Path(__file__).parent)
+    code = fingerprint(), own, *sorted(code_of(user_modules(config)).items())
     machine = version("transformers"), torch.backends.cpu.get_cpu_capability()
     return (*code, *machine, config.task, config.task_options, config.model, config.data)
 

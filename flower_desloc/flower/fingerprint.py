@@ -19,14 +19,20 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def fingerprint() -> str:
     """Return a digest of this package's source.
 
-    In a simulation another copy may be imported than the one that was sent. The apps, which a
-    wheel has in the folder ``app``, are always those that were sent.
+    In a simulation another copy may be imported than the one that was sent.
     """
-    root = Path(__file__).resolve().parents[1]
+    return digest_of(Path(__file__).resolve().parents[1])
+
+
+def digest_of(package: Path) -> str:
+    """Return a digest of a package's source, without the app's that a wheel of this one holds.
+
+    That app, in the folder ``flower_app``, is always the one that was sent.
+    """
     digest = hashlib.sha256()
-    for path in sorted({*root.rglob("*.py")} - {*root.glob("app/**/*.py")}):
-        digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
+    for path in sorted({*package.rglob("*.py")} - {*package.glob("flower_app/**/*.py")}):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(_digest(path.read_bytes()).encode())
     return digest.hexdigest()[:16]
 
 
@@ -49,11 +55,17 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
 def differing(code: Mapping[str, str]) -> list[Path]:
     """Return the files that ``code_of`` found elsewhere and that differ here or are missing.
 
-    A module that cannot be found here at all is left to its import, which says why.
+    A module that cannot be found here at all is left to its import, which says why. Raises
+    ``ValueError`` for any other file: an answer would tell what is in it.
     """
     files = []
     for name, digest in code.items():
-        top = PurePosixPath(name).parts[0].removesuffix(".py")
+        path = PurePosixPath(name)
+        if path.suffix != ".py" or not all(
+            part.isidentifier() for part in path.with_suffix("").parts
+        ):
+            raise ValueError(f"the server asks for the digest of {name!r}, which is no module")
+        top = path.parts[0].removesuffix(".py")
         if (root := folder_of(top)) is not None:
             file = root / name
             if not file.is_file() or _digest(file.read_bytes()) != digest:

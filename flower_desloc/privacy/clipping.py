@@ -114,14 +114,21 @@ class _Loss(nn.Module):
 
 
 def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    squares = [g.flatten(1).square().sum(1) for g in grads.values()]
-    norms = torch.stack(squares).sum(0).sqrt()
+    norms = _norms(grads)
     factors = (max_grad_norm / norms).clamp(max=1)
     finite = norms.isfinite()
     if not finite.all():
         factors = torch.where(finite, factors, 0)
         grads = {key: g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0) for key, g in grads.items()}
     return {key: torch.tensordot(factors.to(g.dtype), g, 1) for key, g in grads.items()}
+
+
+def _norms(grads: Mapping[str, Tensor]) -> Tensor:
+    """Return each example's norm, also where the squares of its values would be zero."""
+    flat = [g.flatten(1) for g in grads.values() if g.shape[1:].numel()]
+    largest = torch.stack([g.abs().amax(1) for g in flat]).amax(0)
+    unit = largest.clamp_min(torch.finfo(largest.dtype).tiny).unsqueeze(1)
+    return torch.stack([(g / unit).square().sum(1) for g in flat]).sum(0).sqrt() * unit.squeeze(1)
 
 
 def _rows(values: Any) -> list[Tensor]:

@@ -1,11 +1,13 @@
 """A site, a resumed run and a study notice that the code of a task of one's own has changed."""
 
+import shutil
 from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-from flower_desloc.flower.fingerprint import code_of, differing
+from flower_desloc.flower.fingerprint import code_of, differing, digest_of
 
 FILES = {
     "task_of_mine.py": "import os\nimport near\n\ndef late():\n    from parts.data import rows\n",
@@ -90,3 +92,25 @@ def test_the_servers_files_are_compared_wherever_a_site_has_them(tmp_path, monke
 def test_code_that_python_cannot_read_is_left_to_its_import(tmp_path, monkeypatch):
     written(tmp_path, {"broken_task.py": "def\n"}, monkeypatch)
     assert [*code_of(["broken_task", "no_such_task"])] == ["broken_task.py"]
+
+
+@pytest.mark.parametrize(
+    "name", ["numpy/../../secret.py", "/etc/passwd", "numpy/data.npy", "numpy/../x/y.py", "numpy"]
+)
+def test_a_server_learns_nothing_of_files_that_are_no_modules(name):
+    with pytest.raises(ValueError, match="which is no module"):
+        differing({name: "0" * 16})
+
+
+def test_the_digest_of_the_package_is_of_every_file_and_the_same_in_a_wheel(tmp_path):
+    before = digest_of(package := shutil.copytree(ROOT / "flower_desloc", tmp_path / "package"))
+    app = package / "flower_app" / "client_app" / "client.py"  # only a wheel has it
+    app.parent.mkdir(parents=True)
+    app.write_text("app = None\n")
+    assert digest_of(package) == before
+    one_of_each_folder = {file.parent: file for file in package.rglob("*.py") if file != app}
+    for file in one_of_each_folder.values():
+        source = file.read_bytes()
+        file.write_bytes(source + b"\n# changed\n")
+        assert digest_of(package) != before, file
+        file.write_bytes(source)

@@ -88,6 +88,22 @@ def test_an_example_more_changes_it_by_at_most_the_bound_and_another_one_by_twic
         assert norm(minus(one, other)) <= 2 * C * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1e-19, 1.0, 1e25])
+def test_gradients_whose_squares_are_no_floats_are_clipped_too(size):
+    """By a bound so far below them that the noise would hide nothing of an unclipped one."""
+    module = nn.Linear(4, 1, bias=False)
+    rows = torch.rand(3, 4) + 0.5
+
+    def linear(module: nn.Module, batch: Tensor) -> Tensor:
+        return size * module(batch).sum()
+
+    bound = size * 1e-6
+    options = {"max_grad_norm": bound, "chunk": 3}
+    total = clipped_sum(linear, module, parameters(module), rows, **options)["weight"].double()
+    unit = (rows / rows.norm(dim=1, keepdim=True)).sum(0, keepdim=True).double()
+    torch.testing.assert_close(total / bound, unit, rtol=1e-4, atol=0)
+
+
 def test_an_example_that_is_not_finite_counts_as_none():
     module, batch = nn.Linear(4, 2), torch.randn(3, 4)
     spoiled = torch.cat([batch, torch.full((1, 4), math.nan)])

@@ -16,7 +16,7 @@ ASK = "query.secure"
 KEYS, SHARES, CONFIRM, UNMASK = "keys", "shares", "confirm", "unmask"
 """The questions of a sum, under ``phase``."""
 _OF_THE_WAY = {"bundles", "by-flight"}
-"""Keys of a request's config that say how arrays travel: each site's own, and set when it is sent."""
+"""Keys of a request's config that say how arrays travel; set for each site when it is sent."""
 
 
 def by_name(values: Mapping[str, bytes]) -> dict[str, Values]:
