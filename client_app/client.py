@@ -8,7 +8,7 @@ from client_app.worker import RunParts, device_of, site_of
 from flower_desloc.app.config.imports import make_importable
 from flower_desloc.app.sites.audit import audited
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
-from flower_desloc.app.sites.required import require_settings
+from flower_desloc.app.sites.required import check_keys, require_settings
 from flower_desloc.app.tasks.alike import ALIKE
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
@@ -35,6 +35,7 @@ class WorkerBuilder:
         Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
         """
         node = context.node_config
+        check_keys(node)
         parts = self._parts_of(config, node)
         require_settings(parts.stated, node)
         parallelism = Parallelism.of(node)

@@ -27,7 +27,7 @@ IN_A_TABLE = re.compile(r"`((?:python )?(?:benchmarks|research)/[^`]+)`")
 NOT_HERE = {
     "installs: test_wheel.py, and the test command": ("python3 -m venv", ".venv/bin/pip"),
     "installs: test_wheel.py": ("/opt/flower-desloc/.venv/bin/pip",),
-    "installs; test_hub.py runs the app": ("pip install", "UV_FIND_LINKS="),
+    "installs; test_hub.py runs the app": ("pip install",),
     "run by test_hub.py": ("python -m desloc_quickstart.task",),
     "part of README's test command": (
         *(".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/python -m pytest"),

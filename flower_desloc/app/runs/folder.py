@@ -1,8 +1,6 @@
 """The folder of a run and its files, each of them complete whenever the run ends."""
 
 import json
-import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from flower_desloc.app.config import ConfigError
 from flower_desloc.flower.atomic import atomic_write
+from flower_desloc.flower.json_lines import append, as_json
 
 Line = dict[str, Any]
 """One window as a JSON object; a number that was not finite is ``None``."""
@@ -96,7 +95,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        _replace(self.summary, _json(summary, indent=2) + "\n")
+        _replace(self.summary, as_json(summary, indent=2) + "\n")
 
     def append_metrics(self, line: Line) -> None:
         """Append one complete line to ``metrics.jsonl``.
@@ -124,7 +123,7 @@ class RunFolder:
             "ended": read_summary(self.summary).get("error") or "",
         }
         append(self.resumes, resumption)  # before the summary with the error is deleted
-        _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
+        _replace(self.metrics, "".join(as_json(line) + "\n" for line in kept))
         self.summary.unlink(missing_ok=True)
 
     def write_final(self, write: Callable[[Path], None]) -> None:
@@ -219,34 +218,6 @@ def _make_readable(folder: Path) -> None:
             path.chmod(mode)
 
 
-def append(path: Path, line: Line) -> None:
-    """Append a line to a ``.jsonl`` file, whole or not at all."""
-    data = memoryview((_json(line) + "\n").encode())
-    with path.open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except BaseException:
-            file.truncate(end)  # a full disk may have accepted half a line
-            raise
-
-
 def _replace(path: Path, text: str) -> None:
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, get_args
 
-from flower_desloc.app.runs.folder import RunFolder, append
+from flower_desloc.app.runs.folder import RunFolder
+from flower_desloc.flower.json_lines import append
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
 

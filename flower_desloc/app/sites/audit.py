@@ -1,51 +1,103 @@
-"""A site's own record: what it was asked and what it sent, a line of JSON for each message."""
+"""A site's own record: each message that came, and what was sent, in lines of JSON."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
-from flower_desloc.app.runs.folder import append
-from flower_desloc.flower.arrays import arrays_of, num_bytes
+from flower_desloc.flower.json_lines import append
 
 AUDIT_LOG = "audit-log"
 """Key of the node config: the file."""
+_FLIGHT = "flight"
+"""Name of the record of tensors that travel beside a message, which has keys."""
+
+
+class AuditedClientApp(ClientApp):
+    """A ClientApp whose site notes each message before the app has it, and how it failed.
+
+    So there is a line also of a message whose process dies, or whose tensors do not come. What was
+    asked and sent is noted inside, by ``audited``.
+    """
+
+    def __init__(self, app: ClientApp) -> None:
+        super().__init__()
+        self._app = app
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Return the app's reply; raises ``OSError`` where the line cannot be written."""
+        if AUDIT_LOG not in context.node_config:
+            return self._app(message, context)
+        beside = message.content.get(_FLIGHT) if message.has_content() else None
+        where = {"tensors_from": beside["address"]} if isinstance(beside, ConfigRecord) else {}
+        note(context.node_config, message, "received", where)
+        try:
+            reply = self._app(message, context)
+        except BaseException as error:  # an exit is answered by an error too
+            failure = {"error": f"{type(error).__name__}: {error}"}
+            note(context.node_config, message, "failed", failure)
+            raise
+        if reply.has_content() and {*reply.content} == {_FLIGHT}:
+            note(context.node_config, message, "failed", {"error": "the tensors did not come"})
+        return reply
 
 
 def audited(
     message: Message, context: Context, call: Callable[[Message, Context], Message]
 ) -> Message:
-    """Flower mod: record a message and its reply in the site's ``audit-log``, if it has one.
+    """Flower mod: note what a message asked and what its reply has, where there is an audit log.
 
     The line is on disk before the reply leaves. Raises ``OSError`` naming the file where it cannot
     be written: the reply is then not sent.
     """
-    named = context.node_config.get(AUDIT_LOG)
-    if named is None:
+    if AUDIT_LOG not in context.node_config:
         return call(message, context)
-    path = Path(str(named)).expanduser()
-    line: dict[str, Any] = {
-        "received": datetime.now(UTC).isoformat(timespec="seconds"),
+    # Before the call, which frees the message.
+    asked = _content(message.content) if message.has_content() else {}
+    reply = call(message, context)
+    sent = _content(reply.content) if reply.has_content() else {"error": str(reply.error)}
+    spent = _private_steps(context)
+    note(context.node_config, message, "answered", {"asked": asked, "sent": sent, **spent})
+    return reply
+
+
+def note(node: Mapping[str, Any], message: Message, event: str, what: Mapping[str, Any]) -> None:
+    """Write a line about a message; raises ``OSError`` naming the file where that fails."""
+    path = Path(str(node[AUDIT_LOG])).expanduser()
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "run": message.metadata.run_id,
         "message": message.metadata.message_type,
-        # Before the call, which frees the message.
-        "asked": _content(message.content) if message.has_content() else {},
+        "id": message.metadata.message_id,
+        "event": event,
+        **what,
     }
     try:
-        reply = call(message, context)
-    except BaseException as error:  # an exit is answered by an error too
-        _append(path, line | {"error": f"{type(error).__name__}: {error}"})
-        raise
-    sent = _content(reply.content) if reply.has_content() else {"error": str(reply.error)}
-    _append(path, line | {"sent": sent})
-    return reply
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        append(path, line)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{AUDIT_LOG}={path}: cannot be written ({error.strerror})") from error
+
+
+def _private_steps(context: Context) -> dict[str, int]:
+    """Return the steps in the ledger of differential privacy, from which follows what is spent."""
+    from flower_desloc.flower.client_state import client_name, state_folder
+
+    ledger = state_folder(context) / "privacy" / f"{client_name(context)}.jsonl"
+    return {"private_steps": ledger.read_bytes().count(b"\n")} if ledger.is_file() else {}
 
 
 def _content(content: RecordDict) -> dict[str, Any]:
     """Return what a message has: of arrays their number and bytes, of the rest all values."""
+    from flower_desloc.flower.arrays import arrays_of, num_bytes  # with PyTorch, which takes long
+
     told: dict[str, Any] = {}
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
@@ -58,14 +110,3 @@ def _content(content: RecordDict) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        append(path, line)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(f"{AUDIT_LOG}={path}: cannot be written ({error.strerror})") from error

@@ -1,4 +1,10 @@
-"""The settings that a site requires of every run."""
+"""What a site's node config says: the settings that it requires of every run, and no misspelt key.
+
+A site can require what it carries out itself. What the server does with a run, such as its periods,
+weights or secure sums, its settings only state.
+"""
+
+import difflib
 
 from flower_desloc.app.config import Config, dump
 from flower_desloc.app.config.overrides import split
@@ -8,6 +14,25 @@ from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 
 REQUIRE = "require"
 """Key of the node config: words as ``KEY=VALUE``, like overrides on a command line."""
+_AT_THE_SITE = (
+    *("task", "task_options", "model", "data", "optimizer", "lr_schedule"),
+    *("privacy.epsilon", "privacy.delta", "privacy.max_grad_norm"),
+)
+"""The settings, and sections of them, that a site carries out."""
+KEYS = (
+    *("name", "data-path", "partition-id", "num-partitions", "state-dir", "device", "warm"),
+    *("epsilon", "delta", "accept-app", REQUIRE, "audit-log", "secure-keys", "secure-min"),
+    *("processes", "parallel"),
+)
+"""The keys of a node config that mean something here; other apps may have others."""
+
+
+def check_keys(node: NodeConfig) -> None:
+    """Raise ``ValueError`` for a key that looks like one of ``KEYS``: nothing would heed it."""
+    for key in node.keys() - {*KEYS}:
+        plain = "epsilon" if key == "eps" else key.lower().replace("_", "-")
+        if near := difflib.get_close_matches(plain, KEYS, 1, 0.75):
+            raise ValueError(f"{key} in the node config is no key of a site; {near[0]} is one")
 
 
 def require_settings(config: Config, node: NodeConfig) -> None:
@@ -24,6 +49,12 @@ def require_settings(config: Config, node: NodeConfig) -> None:
             raise ValueError(
                 f'{REQUIRE}="{stated}" in the node config: {word} is not a setting with its value, '
                 "such as task=causal_lm"
+            )
+        if not any(key == of or key.startswith(f"{of}.") for of in _AT_THE_SITE):
+            hint = "; secure-keys lets a site send nothing plain" if "secure" in key else ""
+            raise ValueError(
+                f"{REQUIRE} in the node config: {key} is carried out by the server, which a site "
+                f"cannot check{hint}; it can require {', '.join(_AT_THE_SITE)}"
             )
         wanted = yaml_mapping(f"value: {value}")["value"] if value else ""
         if have[key] != wanted:

@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import re
 import resource
 import stat
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from scripts import ROOT
 from tiny import TINY, train
 
 from flower_desloc.app.engines import in_process
-from flower_desloc.app.sites.audit import audited
+from flower_desloc.app.sites.audit import AuditedClientApp, audited
 from flower_desloc.app.sites.deployment.accepted import accepting
+from flower_desloc.app.sites.required import KEYS
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import set_task, start_client_internal
@@ -53,7 +57,7 @@ class Site:
         self.fab = SimpleNamespace(hash_str="h", content=app, verifications={})
         self.asked = 0
 
-    def pull(self, accepted: str) -> int | None:
+    def pull(self, accepted: str, **node: str) -> int | None:
         set_task(run_id=3, node_id=1, task_id=1)
         message = Message(RecordDict(), dst_node_id=7, message_type="query.hello")
         message.metadata.__dict__.update(_message_id=f"m{self.asked}")
@@ -65,7 +69,7 @@ class Site:
         return accepting(start_client_internal._pull_and_store_message)(
             state=self.state,
             object_store=self.store,
-            node_config={"accept-app": accepted},
+            node_config={"accept-app": accepted, **node},
             receive=lambda: (message, None),
             get_run=lambda run_id: SimpleNamespace(run_id=run_id, fab_hash="h"),
             get_fab=lambda fab_hash, run_id: self.fab,
@@ -75,10 +79,12 @@ class Site:
         )
 
 
-def test_another_app_than_the_accepted_ones_is_answered_by_an_error():
+def test_another_app_than_the_accepted_ones_is_answered_by_an_error(tmp_path):
     site, other = Site(b"an app"), hashlib.sha256(b"another").hexdigest()
+    log = tmp_path / "site.jsonl"
     for stated in (other, "", other):  # also when the server asks again
-        assert site.pull(stated) == 3
+        assert site.pull(stated, **{"audit-log": str(log)}) == 3
+        assert "does not accept the app" in lines(log)[-1]["error"]
         (reply,) = site.state.get_messages_legacy(is_reply=True)
         assert reply.has_error()
         digest = hashlib.sha256(b"an app").hexdigest()
@@ -107,7 +113,7 @@ def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
 
 
 def test_a_run_with_other_settings_than_a_site_requires_is_refused(site, tmp_path):
-    lists = "data.domains=[] optimizer.betas=[0.9, 0.95] run.keep_best="
+    lists = "data.domains=[] optimizer.betas=[0.9, 0.95]"
     site(require=f"task=causal_lm data.seq_len=32 optimizer.clip_norm=1 {lists}")
     train(tmp_path, *SHORT)
     with pytest.raises(
@@ -130,6 +136,41 @@ def test_a_requirement_that_is_no_setting_is_refused(site, stated, says, tmp_pat
         train(tmp_path, *SHORT)
 
 
+@pytest.mark.parametrize(
+    "stated", ["sync.exp_avg=never", "federation.min_clients=1", "privacy.secure_aggregation=true"]
+)
+def test_what_a_site_cannot_check_cannot_be_required(site, stated, tmp_path):
+    site(require=stated)
+    key = stated.partition("=")[0]
+    with pytest.raises(FederationError, match=f"{key} is carried out by the server"):
+        train(tmp_path, *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        *(("secure_keys", "secure-keys"), ("audit_log", "audit-log"), ("accept_app", "accept-app")),
+        *(("requires", "require"), ("eps", "epsilon"), ("Epsilon", "epsilon")),
+    ],
+)
+def test_a_misspelt_key_protects_nothing_and_is_refused(site, key, meant, tmp_path):
+    site(**{key: "any"})
+    with pytest.raises(FederationError, match=f"{key} in the node config .* {meant} is one"):
+        train(tmp_path, *SHORT)
+
+
+def test_a_key_of_another_app_is_left_to_it(site, tmp_path):
+    site(hospital="north", dataset="scans")
+    train(tmp_path, *SHORT)
+
+
+def test_the_keys_are_those_of_the_page():
+    page = (ROOT / "docs" / "how-to" / "deployment.md").read_text()
+    table = page.partition("| key | meaning |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    assert {key for row in rows for key in re.findall("`([a-z-]+)`", row)} == {*KEYS}
+
+
 # The record
 
 
@@ -138,7 +179,9 @@ def test_a_site_records_what_it_was_asked_and_what_it_sent(site, tmp_path):
     site(**{"audit-log": str(log)})
     folder = train(tmp_path, *SHORT)
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-    found = lines(log)
+    received = [line["id"] for line in lines(log) if line["event"] == "received"]
+    found = [line for line in lines(log) if line["event"] == "answered"]
+    assert [line["id"] for line in found] == received
     kinds = [line["message"] for line in found]
     assert kinds[0] == "query.hello"
     assert kinds.count("train") == 2
@@ -161,10 +204,47 @@ def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_l
     with pytest.raises(FederationError):
         train(tmp_path, *SHORT)
     assert "requires data.seq_len=31" in lines(log)[-1]["error"]
+    assert lines(log)[-1]["event"] == "failed"
     (tmp_path / "file").write_text("")
     site(**{"audit-log": str(tmp_path / "file" / "site.jsonl")})
     with pytest.raises(FederationError, match=r"audit-log=.*: cannot be written"):
         train(tmp_path, *SHORT)
+
+
+def test_a_message_whose_process_dies_is_recorded(tmp_path):
+    log, message = (
+        tmp_path / "site.jsonl",
+        Message(RecordDict(), dst_node_id=7, message_type="train"),
+    )
+    set_task(run_id=3, node_id=1, task_id=1)
+    context = Context(1, 7, {"audit-log": str(log)}, RecordDict(), {})
+
+    class Dying(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            assert lines(log)[-1]["event"] == "received"
+            raise RuntimeError("the process that trains for this node was killed")
+
+    with pytest.raises(RuntimeError):
+        AuditedClientApp(Dying())(message, context)
+    assert lines(log)[-1]["error"].endswith("was killed")
+
+
+def test_tensors_that_do_not_come_are_recorded_without_their_keys(tmp_path):
+    log = tmp_path / "site.jsonl"
+    set_task(run_id=3, node_id=1, task_id=1)
+    record = ConfigRecord({"address": "elsewhere:1", "private-key": b"secret"})
+    message = Message(RecordDict({"flight": record}), dst_node_id=7, message_type="train")
+    context = Context(1, 7, {"audit-log": str(log)}, RecordDict(), {})
+
+    class Missing(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            missed = RecordDict({"flight": ConfigRecord({"by-message": "no route"})})
+            return Message(missed, reply_to=message)
+
+    AuditedClientApp(Missing())(message, context)
+    first, last = lines(log)
+    assert (first["tensors_from"], last["event"]) == ("elsewhere:1", "failed")
+    assert b"secret".hex() not in log.read_text()
 
 
 def test_a_full_disk_lets_nothing_leave_and_no_half_line_stays(tmp_path):

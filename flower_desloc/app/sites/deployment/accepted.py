@@ -7,6 +7,7 @@ from typing import Any
 
 from flwr.app import Error, Message
 
+from flower_desloc.app.sites.audit import AUDIT_LOG, note
 from flower_desloc.flower.internals import log, start_client_internal
 
 ACCEPT = "accept-app"
@@ -49,6 +50,8 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
         except AppRefusedError as error:
             log(ERROR, "%s", error)
             (message,) = received
+            if AUDIT_LOG in given["node_config"]:
+                note(given["node_config"], message, "failed", {"error": str(error)})
             reply = Message(
                 Error(start_client_internal.FAB_VERIFICATION_ERROR.code, str(error)),
                 reply_to=message,
