@@ -17,7 +17,7 @@ from statistics import fmean, median
 
 import typer
 import yaml
-from paired import RESULTS, Run, commit_of
+from paired import RESULTS, Run, commit_of, required
 
 from flower_desloc.app.runs.folder import read_lines
 
@@ -62,7 +62,7 @@ def main(folders: list[Path]) -> None:
         kept = json.loads(where.read_text()) if where.exists() else {"code": [], "runs": []}
         found = {identity(run): run for run in kept["runs"]}
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
-        for place in sorted(folder.glob("[!.]*/*/")):
+        for place in required(sorted(folder.glob("[!.]*/*/")), folder):
             run = read_run(place)
             if run is None or identity(run) in found:
                 continue

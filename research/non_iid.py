@@ -28,6 +28,7 @@ from paired import (
     about,
     draw_lines,
     published,
+    required,
     spread,
 )
 
@@ -67,7 +68,7 @@ def main(folders: list[Path]) -> None:
             tried = {f"{value:g}": loss for value, loss in state.tried.items() if isfinite(loss)}
             cell |= {"bracketed": state.bracketed, "tried": tried}
             runs += [cell | record(run) for run in state.runs]
-        lines = ",\n".join(f"    {json.dumps(run)}" for run in runs)
+        lines = ",\n".join(f"    {json.dumps(run)}" for run in required(runs, folder))
         where = RESULTS / f"{folder.name}.json"
         code = json.dumps(about())
         where.write_text(f'{{\n  "code": {code},\n  "runs": [\n{lines}\n  ]\n}}\n')

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.axes import Axes
 
@@ -32,12 +32,20 @@ SPARE = 100
 """Seeds from here on tune learning rates; they are not in any comparison."""
 
 Run = dict[str, Any]
+T = TypeVar("T")
 
 
 def spread(values: Sequence[float]) -> str:
     """Return the mean and the standard deviation."""
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
+
+
+def required(runs: Sequence[T], where: Path) -> Sequence[T]:
+    """Return what was found of some runs; exits where there are none: results would be lost."""
+    if not runs:
+        sys.exit(f"{where} has no finished runs; the results in {RESULTS} stay as they are")
+    return runs
 
 
 # ----------------------------------------------------------------------------------------- Tables

@@ -68,3 +68,14 @@ def in_the_examples() -> Iterator[None]:
         patch.setenv(IMPORT_FROM, str(examples))
         patch.setattr(sys, "path", [*sys.path])
         yield
+
+
+@pytest.fixture
+def by_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let runs in one process send tensors as a deployment does, where they have an address."""
+    from flower_desloc.flower.flight import at_site
+
+    is_grid = "flower_desloc.flower.internals.is_grid"
+    monkeypatch.setattr(is_grid, lambda _, name: name == "HttpGrid")
+    yield
+    at_site._forget_client()

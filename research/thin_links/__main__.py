@@ -36,6 +36,7 @@ from network import (
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
+from paired import required
 from report import results_file
 
 from flower_desloc.app.cli.terminal import exit_on_signals
@@ -70,6 +71,7 @@ def main() -> int:
     cells: Cells = yaml.safe_load(args.cells.read_text())
     if args.what == "collect":
         runs = [json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))]
+        required(runs, args.results)
         kept = results_file(args.cells.stem)
         kept.write_text(json.dumps({"cells": cells, "files": runs}, indent=1) + "\n")
         print(f"{len(runs)} files into {kept}")

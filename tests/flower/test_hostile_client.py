@@ -19,7 +19,6 @@ from test_malformed_replies import TRAINING, of_evaluations, of_greetings
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.runs.figures.partition import draw_partition
-from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower import replies as limits
@@ -31,6 +30,7 @@ from flower_desloc.flower.exchange import poll_for_objects_often
 from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
+from flower_desloc.flower.json_lines import as_json
 from flower_desloc.flower.messages import TENSOR_NAMES
 from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data
@@ -241,7 +241,7 @@ def test_no_reply_changes_anything_but_by_its_admitted_share(run):
                 torch.testing.assert_close(got[key], tensor, rtol=1e-4, atol=1e-4)
         for tree in run.mean(record, weights).values():  # an admitted share moves it so far
             assert all(tensor.abs().max() < 30 * 30 * 1.5 for tensor in tree.values())
-        line = _json(to_line(record))
+        line = as_json(to_line(record))
         assert len(line) < 20_000
         assert json.loads(line)["train_loss"] is not None
         assert all(c.isprintable() for name in record.left_out.values() for c in name)

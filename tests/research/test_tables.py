@@ -24,6 +24,17 @@ def test_every_study_is_on_a_page_and_what_the_pages_name_exists():
     assert presets <= {path.stem for path in files}
 
 
+@pytest.mark.parametrize("program", ["collect", "non_iid"])
+def test_results_stay_where_no_run_is_found(program, tmp_path, monkeypatch):
+    script = load_script(program)
+    name = "privacy"
+    before = (paired.RESULTS / f"{name}.json").read_text()
+    (tmp_path / name).mkdir()
+    with pytest.raises(SystemExit, match=r"has no finished runs; the results in .* stay"):
+        script.main([tmp_path / name])
+    assert (paired.RESULTS / f"{name}.json").read_text() == before
+
+
 @pytest.mark.parametrize("name", draw.CSV)
 def test_a_table_is_that_of_the_results(name):
     assert (paired.TABLES / f"{name}.csv").read_text() == draw.CSV[name]().csv

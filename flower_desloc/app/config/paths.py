@@ -7,7 +7,8 @@ from typing import Any
 from flower_desloc.app.config.errors import ConfigError
 from flower_desloc.app.config.schema import AUTO, Config
 
-_A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
+_A_PATH = re.compile(r"(\.{0,2}|~\w*)/|[^/:]+/[^/]+/")
+"""A name on the Hub has one slash at most, and does not begin with it."""
 
 
 def absolute_paths(config: Config) -> dict[str, Any]:

@@ -89,7 +89,13 @@ class _Worker:
         self.executor = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_prepare
         )
-        self._pid = self.executor.submit(os.getpid)
+        # Ctrl-C reaches every process of the terminal; only the parent handles it. A process has
+        # the mask of the one that starts it, so it is safe from its first import on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._pid = self.executor.submit(os.getpid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def kill(self) -> None:
         """Kill the process, also during a run."""
@@ -140,8 +146,8 @@ def run_to_end(run: StudyRun, folder: Path) -> Outcome:
 
 def _prepare() -> None:
     """Make this process a worker."""
-    # Ctrl-C reaches every process of the terminal; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

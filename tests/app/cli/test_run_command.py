@@ -42,6 +42,7 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.name=two words"], "run.name=two words: must have 1 to 80"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
+        (["quickstart", "data.source=path/to/text"], "data.source=path/to/text: there is no such"),
         (["quickstart", "federation.min_clients=9"], "larger than simulation.num_clients=4"),
         (["quickstart", "federation.attendance.8=9"], "at most simulation.num_clients=4"),
         (["desloc_sgdm", "sync.exp_avg=3"], "its streams are params, momentum_buffer"),

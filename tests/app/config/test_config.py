@@ -184,6 +184,7 @@ def test_paths_anywhere_in_the_options_of_a_task_become_absolute(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     options = {"one": "./a b", "all": ["./a b", "a b", 3], "deep": {"x": ["./a b"], "y": "./c"}}
     words = ["task=own:Task", *(override(f"task_options.{k}", v) for k, v in options.items())]
+    assert not absolute_paths(quickstart("data.source=org/name"))  # on the Hub
     found = absolute_paths(quickstart(words))
     there = str(tmp_path / "a b")
     expected = {"one": there, "all": [there, "a b", 3], "deep": {"x": [there], "y": "./c"}}
