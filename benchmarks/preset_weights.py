@@ -5,8 +5,9 @@
 
 `run` trains every preset in one process with the code of CHECKOUT (default: this one), and some
 presets again with short periods. `smollm2_*` are run with a small model on the text in DIR, which
-has one folder for each domain; without DIR they are skipped, as `paper_*` are. `compare` prints
-which weights are equal bit for bit, and the largest difference of the others.
+has one folder for each domain; without DIR they are skipped, as `paper_*` are. With it, methods
+are run by settings that are all explicit too: their weights also stay when presets change.
+`compare` prints which weights are equal bit for bit, and the largest difference of the others.
 """
 
 import json
@@ -38,6 +39,24 @@ SMALL = [
     *("data.batch_size=4", "data.micro_batch_size=null", "simulation.client_gpus=0"),
     *("lr_schedule.warmup_steps=4",),
 ]
+STATED = [
+    *("run.seed=3", "data.domains=[wiki,python,math,french]", "data.max_bytes=300000"),
+    *("data.seq_len=32", "data.batch_size=4", "model.hidden_size=48", "model.num_hidden_layers=2"),
+    *("model.intermediate_size=96", "model.num_attention_heads=3", "evaluation.central=false"),
+    *("evaluation.federated=false", "optimizer.weight_decay=0", "optimizer.clip_norm=1.0"),
+]
+ADAM = [*SHORT, "optimizer.lr=0.003", "optimizer.betas=[0.95,0.95]", "sync_bound=false"]
+EXPLICIT = {
+    "adopt": ["desloc_adopt", *ADAM, "optimizer.lr=0.0042", "optimizer.betas=[0.95,0.9999]"],
+    "adam": ["desloc_adam", *ADAM],
+    "bounded": ["desloc_adam", *ADAM, "sync_bound=true"],
+    "sgdm": ["desloc_sgdm", "sync.params=4", "sync.momentum_buffer=8", "optimizer.lr=0.5"],
+    "lean": ["lean", *ADAM, "optimizer.name=adam", "optimizer.eps=1e-8", "sync.exp_avg=4"],
+    "coins": ["desloc_adam", *ADAM, "sync_mode=probabilistic"],
+    "ddp": ["ddp", "optimizer.lr=0.003"],
+    "diloco": ["diloco", "sync.params=4", "optimizer.lr=0.003"],
+    "fedavg": ["fedavg", "sync.params=4", "optimizer.lr=0.003"],
+}
 
 
 app = typer.Typer(help=__doc__)
@@ -52,6 +71,9 @@ def run_presets(out: Path, code: Path = ROOT, data: Path | None = None) -> None:
             del runs[name]
         else:
             runs[name] += [f"data.source={data.resolve()}", *SMALL]
+    if data is not None:
+        source = [f"data.source={data.resolve()}", *STATED]
+        runs |= {f"explicit_{k}": [w[0], *source, *w[1:]] for k, w in EXPLICIT.items()}
     for name, arguments in (runs | VARIANTS).items():
         if not (out / name / "summary.json").exists():
             run(code.resolve(), out.resolve(), name, *arguments)
