@@ -2,10 +2,12 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from faults import Faults
 from federation import Quadratic
 from flower_path import RUN, Run, free_address
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
@@ -19,7 +21,7 @@ from flower_desloc.flower.arrays import from_record, records_of, to_array, to_re
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.flight import body
 from flower_desloc.flower.messages import GOODBYE, WindowRequest
-from flower_desloc.flower.secure.at_server import SecureDesLoc
+from flower_desloc.flower.secure.at_server import SecureDesLoc, SecureRequests
 from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.secure.record import ASK, SECURE
 from flower_desloc.secure.agreement import stated
@@ -336,6 +338,25 @@ def test_a_client_that_joins_or_leaves_and_one_that_has_lost_its_state(tmp_path,
     assert [len(record.clients) for record in run.watch.records[1:]] == [4] * 2
 
 
+def test_a_site_whose_state_is_damaged_refuses_and_then_all_begin_from_the_averages(
+    tmp_path, monkeypatch
+):
+    policy = Policy(min_clients=4, on_failure="continue", repeats=1)
+    run = secure(tmp_path, periods=(1, 2, 2), num_steps=2, policy=policy)
+    Faults(run).damage_state_at(node=1, window=2)
+    ours, record = run.final(), run.watch.records[2]
+    kinds = [(event.kind, event.client) for event in record.events]
+    assert kinds == [("failed", "client-1"), ("failed", ""), ("repeated", ""), ("state lost", "")]
+    assert "this site's state is damaged" in record.events[0].what
+    assert len(record.clients) == 4
+    other = Run("adam", (1, 2, 2), tmp_path / "plain", num_clients=4, num_steps=2)
+    faults = Faults(other)
+    for m in range(4):
+        faults.damage_state_at(node=m, window=2)
+    monkeypatch.delenv(SECURE_KEYS)
+    close(ours, other.final())
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -515,6 +536,48 @@ def test_a_server_that_restates_an_average_which_the_sites_have_is_refused(tmp_p
 
     monkeypatch.setattr(SecureDesLoc, "_stated_averages", restated)
     with pytest.raises(FederationError, match="the average of 'exp_avg' is not the one that all"):
+        run.start()
+
+
+def of_params_alone(terms):
+    parts = ("shapes", "scales", "widths")
+    return replace(terms, **{part: {"params": getattr(terms, part)["params"]} for part in parts})
+
+
+@pytest.mark.parametrize(
+    ("lie", "steps"),
+    [
+        (lambda terms: replace(terms, run="other"), "1 to 2"),
+        (lambda terms: replace(terms, start=1), "2 to 2"),
+        (lambda terms: replace(terms, stop=4), "1 to 4"),
+        (of_params_alone, "1 to 2"),
+    ],
+    ids=["another run", "a later start", "a later end", "fewer streams"],
+)
+def test_a_site_refuses_a_window_that_is_not_the_one_its_sum_was_stated_to_be_of(
+    tmp_path, monkeypatch, lie, steps
+):
+    """By what is stated it knows whether it gave these steps already, over other sites."""
+    agreed = SecureDesLoc._terms
+    monkeypatch.setattr(SecureDesLoc, "_terms", lambda *asked: lie(agreed(*asked)))
+    with pytest.raises(ClientError, match=f"agreed on a sum of steps {steps}, not on what is ask"):
+        secure(tmp_path, policy=Policy(min_clients=3), **ONE).start()
+
+
+def test_a_site_refuses_to_begin_from_another_version_than_was_stated(tmp_path, monkeypatch):
+    asked = SecureRequests._train
+
+    def from_zeros(self, member):
+        message = asked(self, member)
+        config: Any = message.content["config"]
+        if config["start-step"] == 3:  # since a window ago it has exp_avg
+            versions = dict(zip(config["streams"], config["stream-versions"], strict=True))
+            config["stream-versions"] = list({**versions, "exp_avg": 0}.values())
+        return message
+
+    monkeypatch.setattr(SecureRequests, "_train", from_zeros)
+    run = secure(tmp_path, periods=(1, 2, 4), num_steps=4, policy=Policy(min_clients=3))
+    with pytest.raises(ClientError, match="agreed on a sum of steps 4 to 4, not on what is asked"):
         run.start()
 
 

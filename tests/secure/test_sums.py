@@ -172,6 +172,24 @@ def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
         sites.sites["site-a"].shares(keys)
 
 
+def test_a_site_refuses_more_sites_than_the_codes_have_room_for(tmp_path):
+    sites = Sites(tmp_path, 4)
+    keys = begun(sites, ServerSum(terms(4, most=3)))
+    first = sites.sites["site-a"]
+    with pytest.raises(ValueError, match="4 sites in a sum whose codes are for 3"):
+        first.shares(keys)
+    assert first.shares({name: keys[name] for name in sites.names[:3]})
+
+
+def test_a_site_refuses_codes_for_more_sites_than_it_has_peers(tmp_path):
+    first = Sites(tmp_path, 3).sites["site-a"]
+    for most in (4, 2**20):
+        why = f"a sum of up to {most} sites, and the peers' file of 'site-a' has 3"
+        with pytest.raises(ValueError, match=why):
+            first.keys(terms(3, most=most), None)
+    assert first.keys(terms(3, most=3), None)
+
+
 def test_no_site_gives_both_shares_of_another(tmp_path):
     sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
     sites.until_masked(server, {})
