@@ -230,8 +230,8 @@ class SiteSum:
         """
         now, terms = self._at("shares", "received")
         origin = self._origin(state_step)
-        had = {name: each for name, each in origin.averages.items() if name in terms.averages}
-        for name, average in {**dict.fromkeys(terms.averages, ""), **had, **averages}.items():
+        held = {**dict.fromkeys(terms.averages, ""), **origin.averages, **averages}
+        for name, average in held.items():  # also one that the terms leave out
             if terms.averages.get(name) != average:
                 raise ValueError(
                     f"the average of {name!r} is not the one that all sites of the sum agreed on"

@@ -2,6 +2,7 @@
 
 import json
 import stat
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -268,6 +269,28 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
         (tmp_path / f"{name}.json").unlink()
     sites.until_masked(again := ServerSum(terms(4, **changed)), {"site-d": 2})
     sites.unmask(again)
+
+
+def test_no_average_that_sites_hold_is_left_out_of_what_they_agree_on(tmp_path):
+    """Else the same steps from the same averages were another window, over another list."""
+    averages = {"params": stated(0, "0f", 0.5), "exp_avg": stated(0, "aa", 0.5)}
+    sites = Sites(tmp_path, 4)
+
+    def window(server: ServerSum, held: int | None, came: Mapping[str, str]) -> None:
+        run = {name: sites.restarted(name, server.terms.run) for name in sites.names}
+        for name, site in run.items():
+            server.add_keys(name, site.keys(server.terms, held))
+        for name, site in run.items():
+            server.add_shares(name, site.shares(server.keys))
+        for m, (name, site) in enumerate(run.items()):
+            site.receive(server.sealed_for(name), came, held)
+            site.mask(in_order(codes(m)))
+
+    window(ServerSum(terms(4, averages=averages)), None, averages)
+    less = {"params": averages["params"]}
+    later = ServerSum(terms(4, start=16, stop=32, averages=less))
+    with pytest.raises(ValueError, match="the average of 'exp_avg' is not the one that all sites"):
+        window(later, 16, {})
 
 
 def test_averages_that_hardly_differ_are_others_which_no_site_can_tell(tmp_path, monkeypatch):
