@@ -97,6 +97,7 @@ class LightningSteps(Callback):  # type: ignore[misc]  # lightning is not follow
     def __init__(self, trainer: Trainer, module: LightningModule, *data: Any) -> None:
         _check(trainer, module)
         self.trainer, self.module, self._data = trainer, module, data
+        self.may_skip_steps = getattr(trainer.precision_plugin, "scaler", None) is not None
         self.step_count = 0
         """The steps of the federation that the Trainer has taken or skipped."""
         self.order = _Order()

@@ -21,6 +21,8 @@ class Steps(Protocol):
     """Takes the steps of one client's loop one at a time."""
 
     worker: Worker
+    may_skip_steps: bool
+    """Whether a gradient scaler may skip steps of the optimizer (``ClientWindow``)."""
 
     def open(self, start: int, stop: int, loop_state: Mapping[str, Any]) -> None:
         """Bring the loop to the first of the window's steps ``start + 1 .. stop``.
@@ -69,7 +71,7 @@ class LoopClient(DesLocClient):
             with self.window(message, context) as window:
                 steps = self._steps
                 assert steps is not None
-                window.may_skip_steps = True  # the loop's own gradient scaler decides
+                window.may_skip_steps = steps.may_skip_steps
                 if window.stop > window.step:  # unless a stream is missing
                     steps.open(window.step, window.stop, window.loop_state)
                     for _ in window:

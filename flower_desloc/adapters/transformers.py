@@ -87,6 +87,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def __init__(self, trainer: Trainer) -> None:
         _check(trainer)
         self.trainer = trainer
+        self.may_skip_steps = trainer.accelerator.scaler is not None
         self.step_count = 0
         """The steps of the federation that the Trainer has taken or skipped."""
         self._first_random = self._random = get_random_state()
@@ -164,6 +165,11 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_train_begin(  # noqa: D102
         self, *_: Any, optimizer: Any, lr_scheduler: Any, **_more: Any
     ) -> None:
+        if getattr(optimizer, "optimizer", optimizer) is not self.worker.optimizer:
+            raise ValueError(
+                "the Trainer trains by another optimizer than the one it had before: let its "
+                "create_optimizer() return self.optimizer where there is one"
+            )
         is_first = self._first_schedule is None
         if is_first:
             self._first_schedule = deepcopy(lr_scheduler.state_dict())

@@ -87,7 +87,7 @@ class OuterOptimizer:
         """Resume from a saved ``state``, after ``begin`` with the saved parameters."""
         if not state:
             return
-        prime(self._optimizer)
+        prime(self._optimizer, checked=False)
         for name, stream in state.items():
             for key, tensor in stream.items():
                 if name == STEP:

@@ -29,7 +29,7 @@ _TRIAL = 12  # steps; some optimizers do something else after ten
 _COMPILED = "_orig_mod."  # in the names of the tensors of what torch.compile(module) returns
 
 
-def prime(optimizer: Optimizer) -> None:
+def prime(optimizer: Optimizer, *, checked: bool = True) -> None:
     """Create every optimizer state as it is before the first step, with ``step`` at 0.
 
     Optimizers create their states in the first step, but a worker that joins needs tensors to
@@ -38,7 +38,8 @@ def prime(optimizer: Optimizer) -> None:
 
     Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam or an
     average of the parameters, and for one that takes no step on gradients of zeros, such as
-    SparseAdam.
+    SparseAdam. With ``checked=False`` states that begin with the parameters are accepted: they are
+    then to be written.
     """
     params = trained_by(optimizer)
     if not optimizer.state and _has_alike_states(optimizer):
@@ -48,11 +49,20 @@ def prime(optimizer: Optimizer) -> None:
             return
         optimizer.state.clear()
     kept = [p.detach().clone() for p in params]
-    _create_states(optimizer)
-    _require_states_without_params(optimizer)
-    with torch.no_grad():
-        for p, x in zip(params, kept, strict=True):
-            p.copy_(x)
+    is_new = not optimizer.state  # an optimizer may create its states itself, which is not tried
+    try:
+        _create_states(optimizer)
+        if is_new and checked and not _first_step_is_from_zeros(optimizer, 1.0):
+            raise ValueError(
+                f"the first step of {type(optimizer).__name__} is not one from states of zero: "
+                "they begin with the parameters, or it remembers more than its step count"
+            )
+        optimizer.zero_grad(set_to_none=True)
+        _zero_states(optimizer)
+    finally:
+        with torch.no_grad():
+            for p, x in zip(params, kept, strict=True):
+                p.copy_(x)
 
 
 @torch.no_grad()
@@ -114,43 +124,21 @@ def _grow_states(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
     return True
 
 
-def _first_step_is_from_zeros(optimizer: Optimizer) -> bool:
+@torch.no_grad()
+def _first_step_is_from_zeros(optimizer: Optimizer, value: float = 0.0) -> bool:
     """Return whether a new optimizer's first step is one from states of zero.
 
-    A step on zero gradients may change a state that starts at zero: QHAdam counts the weights of
-    its averages, Adamax adds its eps to the gradient.
+    ``value`` is that of all parameters. A step on zero gradients may change a state that starts at
+    zero: QHAdam counts the weights of its averages, Adamax adds its eps to the gradient.
     """
     ends = []
     for begin in (optimizer.state.clear, lambda: _zero_states(optimizer)):
         begin()
         set_step(optimizer, 0)
-        _step_on(optimizer, 0.0, 1.0)
+        _step_on(optimizer, value, 1.0)
         params = [p.clone() for p in trained_by(optimizer)]
         ends.append([*params, *(state.clone() for _, state in _tensors_of(optimizer))])
     return _equal(*ends)
-
-
-@torch.no_grad()
-def _require_states_without_params(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for a state that begins with the parameters: zeros would be wrong."""
-    groups = [{**group} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:  # a decay rightly puts parameters into moments
-        group |= {key: 0.0 for key in group if "weight_decay" in key}
-    sums = []
-    for value in (0.0, 1.0):
-        optimizer.state.clear()
-        set_step(optimizer, 0)
-        _step_on(optimizer, value, 0.0)
-        states = _tensors_of(optimizer)
-        sums.append([(name, float(state.nan_to_num().sum())) for name, state in states])
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group |= before
-    for (name, without), (_, with_params) in zip(*sums, strict=True):
-        if without != with_params:
-            what = f"{name!r} of {type(optimizer).__name__}"
-            raise ValueError(f"{what} begins with the parameters, not with zeros")
-    optimizer.zero_grad(set_to_none=True)
-    _zero_states(optimizer)
 
 
 def _step_on(optimizer: Optimizer, value: float, gradient: float) -> None:

@@ -14,6 +14,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
+LEAST_NORM = 1e-6
+"""The least bound: far above gradients whose squares are no longer floats, which look like zeros
+and would stay as they are."""
 
 
 def clipped_sum(
@@ -39,9 +42,12 @@ def clipped_sum(
         max_grad_norm: The bound C; infinite for no clipping.
         chunk: Examples whose gradients are in memory at once.
 
-    Raises ``ValueError`` naming the module through which they cannot be computed.
+    Raises ``ValueError`` naming the module through which they cannot be computed, and for a bound
+    below ``LEAST_NORM``.
 
     """
+    if max_grad_norm < LEAST_NORM:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
     total = {key: torch.zeros_like(p) for key, p in params.items()}
     tensors, rebuild = tensors_of(batch)
     device = next(iter(params.values())).device
@@ -114,21 +120,14 @@ class _Loss(nn.Module):
 
 
 def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    norms = _norms(grads)
+    wide = (g.flatten(1).to(torch.promote_types(g.dtype, torch.float32)) for g in grads.values())
+    norms = torch.stack([g.square().sum(1) for g in wide]).sum(0).sqrt()
     factors = (max_grad_norm / norms).clamp(max=1)
     finite = norms.isfinite()
     if not finite.all():
         factors = torch.where(finite, factors, 0)
         grads = {key: g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0) for key, g in grads.items()}
     return {key: torch.tensordot(factors.to(g.dtype), g, 1) for key, g in grads.items()}
-
-
-def _norms(grads: Mapping[str, Tensor]) -> Tensor:
-    """Return each example's norm, also where the squares of its values would be zero."""
-    flat = [g.flatten(1) for g in grads.values() if g.shape[1:].numel()]
-    largest = torch.stack([g.abs().amax(1) for g in flat]).amax(0)
-    unit = largest.clamp_min(torch.finfo(largest.dtype).tiny).unsqueeze(1)
-    return torch.stack([(g / unit).square().sum(1) for g in flat]).sum(0).sqrt() * unit.squeeze(1)
 
 
 def _rows(values: Any) -> list[Tensor]:

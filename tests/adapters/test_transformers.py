@@ -131,6 +131,19 @@ def test_and_has_the_same_order_where_it_is_drawn_from_the_global_generator(tmp_
     assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
 
 
+def test_a_trainer_that_replaces_its_optimizer_is_refused(tmp_path):
+    class Replacing(Trainer):  # type: ignore[misc]  # transformers is not followed
+        def create_optimizer(self) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            return self.optimizer
+
+    def build(config: Any, context: Context) -> Trainer:
+        return Replacing(model(), TrainingArguments(**arguments(tmp_path)), train_dataset=rows(0))
+
+    with pytest.raises(FederationError, match="another optimizer than the one it had before"):
+        federated(TrainerClient(build), tmp_path, EVERY_STEP)
+
+
 def plain_client(folder: Path) -> ClientApp:
     """The same steps in a loop that a user would write, with batches drawn from the step."""
 

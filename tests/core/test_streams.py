@@ -187,9 +187,42 @@ class OwnAdam(torch.optim.Adam):
     """Of another package than PyTorch."""
 
 
+class Norming(torch.optim.SGD):
+    """SGD that keeps the norms of its parameters, anew in each step, as LAMB does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["norm"] = p.detach().norm().expand_as(p).clone()
+        return super().step(closure)
+
+
+class Early(torch.optim.SGD):
+    """SGD with a momentum that is there from the start."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["own"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p, state in self.state.items():
+            state["own"].mul_(0.9).add_(p.grad)
+        return super().step(closure)
+
+
 def test_an_optimizer_whose_state_begins_with_the_parameters_is_refused():
-    with pytest.raises(ValueError, match="'average' of AveragingSGD begins with the parameters"):
+    with pytest.raises(
+        ValueError, match=r"of AveragingSGD is not one .* begin with the parameters"
+    ):
         primed(partial(AveragingSGD, lr=0.1))
+
+
+@pytest.mark.parametrize("make", [Norming, Early])
+def test_states_that_zeros_do_not_change_are_accepted(make):
+    module, optimizer = primed(make)
+    assert not any(t.any() for state in optimizer.state.values() for t in state.values())
+    assert all(p.any() for p in module.parameters())
 
 
 def test_a_decay_that_goes_into_the_moments_is_none_of_these():

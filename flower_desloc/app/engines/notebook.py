@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import evaluations
 from flower_desloc.app.runs.record import RunRecord, load
-from flower_desloc.app.runs.resume import begun_in
+from flower_desloc.app.runs.resume import file_to_resume
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
@@ -155,8 +156,8 @@ def run(
     }
     config = load_run_config(run_config)
     RunStreams(config).check()
-    where = begun_in(config, Path(output_dir))
-    before = _folders(where)
+    resumed = file_to_resume(config, Path(output_dir))
+    before = _folders(output_dir)
     if engine == "inprocess":
         shown = Shown(sys.stdout)
         with redirect_stdout(shown) if shown.has_bar else nullcontext():
@@ -165,10 +166,13 @@ def run(
         _simulate(preset, overrides, str(run_config["output-dir"]))
     else:
         raise ValueError(f"engine={engine}: must be simulation or inprocess")
+    if resumed is not None:
+        return RunResult(resumed[0].path)
+    own = re.compile(rf"{re.escape(config.run.name)}(-\d+)?")
     written = {
         path: when
-        for path, when in _folders(where).items()
-        if when != before.get(path) and path.name.startswith(config.run.name)
+        for path, when in _folders(output_dir).items()
+        if when != before.get(path) and own.fullmatch(path.name)
     }
     return RunResult(max(written, key=lambda path: written[path]))
 

@@ -18,7 +18,7 @@ _FLIGHT = "flight"
 
 
 class AuditedClientApp(ClientApp):
-    """A ClientApp whose site notes each message before the app has it, and how it failed.
+    """A ClientApp whose site notes each message before the app has it, and an error after it.
 
     So there is a line also of a message whose process dies, or whose tensors do not come. What was
     asked and sent is noted inside, by ``audited``.
@@ -33,16 +33,19 @@ class AuditedClientApp(ClientApp):
         if AUDIT_LOG not in context.node_config:
             return self._app(message, context)
         beside = message.content.get(_FLIGHT) if message.has_content() else None
-        where = {"tensors_from": beside["address"]} if isinstance(beside, ConfigRecord) else {}
+        where = {}
+        if isinstance(beside, ConfigRecord):
+            where = {"tensors_from": _plain(beside.get("address"))}
         note(context.node_config, message, "received", where)
         try:
             reply = self._app(message, context)
         except BaseException as error:  # an exit is answered by an error too
-            failure = {"error": f"{type(error).__name__}: {error}"}
-            note(context.node_config, message, "failed", failure)
+            note(context.node_config, message, "error", {"error": _text(error)})
             raise
-        if reply.has_content() and {*reply.content} == {_FLIGHT}:
-            note(context.node_config, message, "failed", {"error": "the tensors did not come"})
+        if reply.has_error():
+            note(context.node_config, message, "error", {"error": str(reply.error)})
+        elif {*reply.content} == {_FLIGHT}:
+            note(context.node_config, message, "error", {"error": "the tensors did not come"})
         return reply
 
 
@@ -58,7 +61,12 @@ def audited(
         return call(message, context)
     # Before the call, which frees the message.
     asked = _content(message.content) if message.has_content() else {}
-    reply = call(message, context)
+    try:
+        reply = call(message, context)
+    except BaseException as error:
+        what = {"asked": asked, "error": _text(error)}
+        note(context.node_config, message, "failed", what)
+        raise
     sent = _content(reply.content) if reply.has_content() else {"error": str(reply.error)}
     spent = _private_steps(context)
     note(context.node_config, message, "answered", {"asked": asked, "sent": sent, **spent})
@@ -106,6 +114,10 @@ def _content(content: RecordDict) -> dict[str, Any]:
         else:
             told[name] = {key: _plain(value) for key, value in record.items()}
     return told
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _plain(value: Any) -> Any:

@@ -19,19 +19,17 @@ _AT_THE_SITE = (
     *("privacy.epsilon", "privacy.delta", "privacy.max_grad_norm"),
 )
 """The settings, and sections of them, that a site carries out."""
-KEYS = (
-    *("name", "data-path", "partition-id", "num-partitions", "state-dir", "device", "warm"),
+PROTECTING = (
     *("epsilon", "delta", "accept-app", REQUIRE, "audit-log", "secure-keys", "secure-min"),
-    *("processes", "parallel"),
 )
-"""The keys of a node config that mean something here; other apps may have others."""
+"""The keys of a node config that protect the site. Other apps have keys of their own there."""
 
 
 def check_keys(node: NodeConfig) -> None:
-    """Raise ``ValueError`` for a key that looks like one of ``KEYS``: nothing would heed it."""
-    for key in node.keys() - {*KEYS}:
+    """Raise ``ValueError`` for a key that is like one of ``PROTECTING``: it protects nothing."""
+    for key in node.keys() - {*PROTECTING}:
         plain = "epsilon" if key == "eps" else key.lower().replace("_", "-")
-        if near := difflib.get_close_matches(plain, KEYS, 1, 0.75):
+        if near := difflib.get_close_matches(plain, PROTECTING, 1, 0.86):
             raise ValueError(f"{key} in the node config is no key of a site; {near[0]} is one")
 
 

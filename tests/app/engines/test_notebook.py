@@ -57,8 +57,8 @@ def test_runs_are_compared_and_shown(result, folder):
 def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_path):
     words = (*SHORT, "run.checkpoint_every=1")
     with failing_at(2):
-        train(tmp_path / "a", *words)
-    there = tmp_path / "a" / "quickstart"
+        train(tmp_path / "a", *words, "run.name=foo")
+    there = tmp_path / "a" / "foo"
     words = (*words, f"run.resume={there}")
     again = run("quickstart", *words, engine="inprocess", output_dir=tmp_path / "b")
     assert again.folder == there

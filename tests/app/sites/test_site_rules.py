@@ -16,7 +16,7 @@ from tiny import TINY, train
 from flower_desloc.app.engines import in_process
 from flower_desloc.app.sites.audit import AuditedClientApp, audited
 from flower_desloc.app.sites.deployment.accepted import accepting
-from flower_desloc.app.sites.required import KEYS
+from flower_desloc.app.sites.required import PROTECTING
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import set_task, start_client_internal
@@ -82,6 +82,10 @@ class Site:
 def test_another_app_than_the_accepted_ones_is_answered_by_an_error(tmp_path):
     site, other = Site(b"an app"), hashlib.sha256(b"another").hexdigest()
     log = tmp_path / "site.jsonl"
+    nowhere = {"audit-log": str(tmp_path / "file" / "site.jsonl")}
+    (tmp_path / "file").write_text("")
+    assert site.pull(other, **nowhere) == 3
+    site.state.get_messages_legacy(is_reply=True)
     for stated in (other, "", other):  # also when the server asks again
         assert site.pull(stated, **{"audit-log": str(log)}) == 3
         assert "does not accept the app" in lines(log)[-1]["error"]
@@ -160,15 +164,15 @@ def test_a_misspelt_key_protects_nothing_and_is_refused(site, key, meant, tmp_pa
 
 
 def test_a_key_of_another_app_is_left_to_it(site, tmp_path):
-    site(hospital="north", dataset="scans")
+    others = ("dataset-path", "device-id", "partition", "processor", "warmup", "secret-key")
+    site(hospital="north", dataset="scans", **dict.fromkeys(others, "any"))
     train(tmp_path, *SHORT)
 
 
-def test_the_keys_are_those_of_the_page():
+def test_the_page_has_every_key_that_protects():
     page = (ROOT / "docs" / "how-to" / "deployment.md").read_text()
     table = page.partition("| key | meaning |")[2].partition("\n\n")[0]
-    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
-    assert {key for row in rows for key in re.findall("`([a-z-]+)`", row)} == {*KEYS}
+    assert {*PROTECTING} <= {*re.findall("`([a-z-]+)`", table)}
 
 
 # The record
@@ -203,8 +207,11 @@ def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_l
     site(**{"audit-log": str(log), "require": "data.seq_len=31"})
     with pytest.raises(FederationError):
         train(tmp_path, *SHORT)
-    assert "requires data.seq_len=31" in lines(log)[-1]["error"]
-    assert lines(log)[-1]["event"] == "failed"
+    received, failed, error = lines(log)[:3]
+    assert [received["event"], failed["event"], error["event"]] == ["received", "failed", "error"]
+    assert "requires data.seq_len=31" in failed["error"]
+    assert "seq_len: 32" in failed["asked"]["config"]["settings"]
+    assert "requires data.seq_len=31" in error["error"]
     (tmp_path / "file").write_text("")
     site(**{"audit-log": str(tmp_path / "file" / "site.jsonl")})
     with pytest.raises(FederationError, match=r"audit-log=.*: cannot be written"):
@@ -243,7 +250,7 @@ def test_tensors_that_do_not_come_are_recorded_without_their_keys(tmp_path):
 
     AuditedClientApp(Missing())(message, context)
     first, last = lines(log)
-    assert (first["tensors_from"], last["event"]) == ("elsewhere:1", "failed")
+    assert (first["tensors_from"], last["event"]) == ("elsewhere:1", "error")
     assert b"secret".hex() not in log.read_text()
 
 

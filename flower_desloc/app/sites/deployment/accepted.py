@@ -51,7 +51,10 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
             log(ERROR, "%s", error)
             (message,) = received
             if AUDIT_LOG in given["node_config"]:
-                note(given["node_config"], message, "failed", {"error": str(error)})
+                try:
+                    note(given["node_config"], message, "error", {"error": str(error)})
+                except OSError as failure:  # nothing of the site is in the answer
+                    log(ERROR, "%s", failure)
             reply = Message(
                 Error(start_client_internal.FAB_VERIFICATION_ERROR.code, str(error)),
                 reply_to=message,
