@@ -41,6 +41,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")} | {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_ADDRESS": "local",  # no cluster that somebody has left behind
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(ports[0]),
         "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
