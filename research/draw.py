@@ -20,6 +20,7 @@ import late_averages
 import leanest
 import non_iid
 import paper
+import sparse_loco
 import theorem
 import unequal_speeds
 from paired import RESEARCH, ROOT, TABLES, Draw, write_between
@@ -27,7 +28,7 @@ from paired import RESEARCH, ROOT, TABLES, Draw, write_between
 sys.path.append(str(RESEARCH / "thin_links"))
 import report
 
-SMALL = (bounded_averages, doubling, error_feedback, late_averages, leanest)
+SMALL = (bounded_averages, doubling, error_feedback, late_averages, leanest, sparse_loco)
 CSV: dict[str, Draw] = {
     **ladder.TABLES,
     **paper.TABLES,
