@@ -1,4 +1,4 @@
-"""SparseLoCo beside the tuned baseline: the largest differences of parameters, in two bits each.
+"""SparseLoCo compared with Local AdamW: the largest differences of parameters, in two bits.
 
     python research/sparse_loco.py --data FOLDER --work runs/sparse
 

@@ -51,14 +51,7 @@ def prime(optimizer: Optimizer, *, checked: bool = True) -> None:
     kept = [p.detach().clone() for p in params]
     is_new = not optimizer.state  # an optimizer may create its states itself, which is not tried
     try:
-        _create_states(optimizer)
-        if is_new and checked and not _first_step_is_from_zeros(optimizer, 1.0):
-            raise ValueError(
-                f"the first step of {type(optimizer).__name__} is not one from states of zero: "
-                "they begin with the parameters, or it remembers more than its step count"
-            )
-        optimizer.zero_grad(set_to_none=True)
-        _zero_states(optimizer)
+        _create_states(optimizer, tried=is_new and checked)
     finally:
         with torch.no_grad():
             for p, x in zip(params, kept, strict=True):
@@ -66,13 +59,18 @@ def prime(optimizer: Optimizer, *, checked: bool = True) -> None:
 
 
 @torch.no_grad()
-def _create_states(optimizer: Optimizer) -> None:
+def _create_states(optimizer: Optimizer, *, tried: bool = False) -> None:
     what = type(optimizer).__name__
     try:
         _step_on(optimizer, 0.0, 0.0)
         changed = [name for name, state in _tensors_of(optimizer) if state.any()]
         if changed and not _first_step_is_from_zeros(optimizer):
             raise ValueError(f"{changed[0]!r} of {what} is not zero before the first step")
+        if tried and not _first_step_is_from_zeros(optimizer, 1.0):
+            raise ValueError(
+                f"the first step of {what} is not one from states of zero: they begin with the "
+                "parameters, or it remembers more than its step count"
+            )
     except RuntimeError as error:
         why = f"{what} takes no step on gradients of zeros, which creates its states"
         raise ValueError(f"{why}: {error}") from error

@@ -27,7 +27,7 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
 from flower_desloc.flower.arrays import from_record, stated, to_array
 from flower_desloc.flower.client import DesLocClient
-from flower_desloc.flower.flight import at_site, body, transfer
+from flower_desloc.flower.flight import FLIGHT, at_site, body, transfer
 from flower_desloc.flower.flight.transfer import Parts, TensorClient, TensorServer, TransferError
 from flower_desloc.flower.policy import Policy
 
@@ -136,7 +136,7 @@ def test_a_reply_is_left_out_if_its_digest_is_another(tmp_path):
     run = Run("adam", (2, 4, 8), tmp_path, num_steps=2, policy=policy)
 
     def other_digest(reply: Message) -> None:
-        reply.content.config_records[body.FLIGHT]["digest"] = bytes(16)
+        reply.content.config_records[FLIGHT]["digest"] = bytes(16)
 
     run.grid.on_training(other_digest, node=2)
     run.start()

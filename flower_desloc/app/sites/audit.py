@@ -1,4 +1,4 @@
-"""A site's own record: each message that came, and what was sent, in lines of JSON."""
+"""A site's audit log: each message received and each reply sent, in lines of JSON."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,12 +9,11 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from flower_desloc.flower.flight import FLIGHT
 from flower_desloc.flower.json_lines import append
 
 AUDIT_LOG = "audit-log"
 """Key of the node config: the file."""
-_FLIGHT = "flight"
-"""Name of the record of tensors that travel beside a message, which has keys."""
 
 
 class AuditedClientApp(ClientApp):
@@ -32,10 +31,10 @@ class AuditedClientApp(ClientApp):
         """Return the app's reply; raises ``OSError`` where the line cannot be written."""
         if AUDIT_LOG not in context.node_config:
             return self._app(message, context)
-        beside = message.content.get(_FLIGHT) if message.has_content() else None
+        flight = message.content.get(FLIGHT) if message.has_content() else None
         where = {}
-        if isinstance(beside, ConfigRecord):
-            where = {"tensors_from": _plain(beside.get("address"))}
+        if isinstance(flight, ConfigRecord):  # of it only the address: it also has keys
+            where = {"tensors_from": _plain(flight.get("address"))}
         note(context.node_config, message, "received", where)
         try:
             reply = self._app(message, context)
@@ -44,7 +43,7 @@ class AuditedClientApp(ClientApp):
             raise
         if reply.has_error():
             note(context.node_config, message, "error", {"error": str(reply.error)})
-        elif {*reply.content} == {_FLIGHT}:
+        elif {*reply.content} == {FLIGHT}:
             note(context.node_config, message, "error", {"error": "the tensors did not come"})
         return reply
 

@@ -5,3 +5,8 @@ its arrays. Strategy and client do not know: ``at_server`` takes the arrays out 
 those of replies back, ``at_site`` does the reverse before and after the client's own code.
 ``transfer`` alone imports pyarrow; without it, or without an address, arrays stay in the messages.
 """
+
+from typing import Final
+
+FLIGHT: Final = "flight"
+"""Name of the ConfigRecord that stands for the arrays of a message."""

@@ -17,8 +17,8 @@ from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.checkpoint import Checkpoints
 from flower_desloc.flower.failures import printable, shortened
-from flower_desloc.flower.flight import body
-from flower_desloc.flower.flight.body import BY_MESSAGE, FLIGHT, Row
+from flower_desloc.flower.flight import FLIGHT, body
+from flower_desloc.flower.flight.body import BY_MESSAGE, Row
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import CONFIG, HELLO
 from flower_desloc.flower.policy import Policy

@@ -11,8 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flower_desloc.flower.arrays import plain, records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.client_state import state_folder
-from flower_desloc.flower.flight import body
-from flower_desloc.flower.flight.body import BY_MESSAGE, FLIGHT
+from flower_desloc.flower.flight import FLIGHT, body
+from flower_desloc.flower.flight.body import BY_MESSAGE
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import HELLO
 

@@ -21,8 +21,6 @@ from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import data_of, num_bytes, stated
 from flower_desloc.flower.internals import log
 
-FLIGHT: Final = "flight"
-"""Name of the ConfigRecord that stands for the arrays of a message."""
 BY_MESSAGE: Final = "by-message"
 """In that record of a reply: why the arrays must travel in messages; empty: they need not."""
 
