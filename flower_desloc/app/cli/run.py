@@ -40,6 +40,7 @@ from flower_desloc.app.setup.preflight import (
     Finding,
     Hardware,
     Needs,
+    memory_for_states,
     on_this_machine,
 )
 from flower_desloc.app.sites.supervisor import ProcessError
@@ -127,25 +128,31 @@ def run(
         typer.echo(described())
         return
     require_writable(output_dir)
+    for_states = None
     with estimating():
         if ray_address:
             raise ValueError(f"its clients run on the Ray cluster at {ray_address}")
-        _preflight(config, engine, workers, output_dir, dry=False)
+        for_states = _preflight(config, engine, workers, output_dir, dry=False)
     again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []
     again += ["--ray-address", ray_address] if ray_address else []
     with resume_hint(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
-            _run_simulation(command, config, output_dir, ray_address, verbose=verbose)
+            _run_simulation(
+                command, config, output_dir, ray_address, for_states=for_states, verbose=verbose
+            )
         else:
             _run_in_process(config, run_config, verbose=verbose)
 
 
 def _preflight(
     config: Config, engine: Engine, workers: int | None, output_dir: Path, *, dry: bool
-) -> None:
-    """Print what the run needs; unless ``dry``, end the command if it does not fit."""
+) -> int:
+    """Print what the run needs; unless ``dry``, end the command if it does not fit.
+
+    Returns the bytes of memory that its clients' states may take.
+    """
     needs = Needs(config)
     with failing(USAGE, ConfigError):
         needs.check()
@@ -154,6 +161,7 @@ def _preflight(
     for line in lines:
         typer.echo(line)
     tell(config, on_this_machine(needs, hardware, output_dir), dry=dry)
+    return memory_for_states(needs, hardware)
 
 
 @contextmanager
@@ -195,13 +203,19 @@ def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Ite
 
 
 def _run_simulation(
-    command: Sequence[str], config: Config, output_dir: Path, ray_address: str, *, verbose: bool
+    command: Sequence[str],
+    config: Config,
+    output_dir: Path,
+    ray_address: str,
+    *,
+    for_states: int | None,
+    verbose: bool,
 ) -> None:
     typer.echo(shlex.join(command))
     with (
         client_files(output_dir) as folder,
         client_keys(config, config.simulation.num_clients, folder) as keys,
-        client_memory(folder, possible=not ray_address),
+        client_memory(folder, possible=not ray_address, limit=for_states),
         failing(FAILED, ProcessError),
     ):
         clients = {STATE_DIR: str(folder)} | ({SECURE_KEYS: str(keys)} if keys else {})

@@ -47,20 +47,24 @@ def client_files(output_dir: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def client_memory(disk: Path, *, possible: bool = True) -> Iterator[Mapping[str, str]]:
+def client_memory(
+    disk: Path, *, possible: bool = True, limit: int | None = None
+) -> Iterator[Mapping[str, str]]:
     """Yield the environment of clients that keep in memory what no resume looks for.
 
     It is set in this process as well. Empty where there is no file system in memory, and if it is
     not ``possible``, as on a cluster: clients move between its machines. What the clients keep
-    there is deleted after the block, or if this process is killed, by the next run; it may take a
-    quarter of the memory that is free now. ``disk`` is ``clients_folder``.
+    there is deleted after the block, or if this process is killed, by the next run; it may take
+    ``limit`` bytes, by default a quarter of the memory that is free now. ``disk`` is
+    ``clients_folder``.
     """
     folder = _folder_in_memory() if possible else None
     if folder is None:
         yield {}
         return
-    limit = min(memory()[1], shutil.disk_usage(folder).free) // 4
-    environment = {STATE_MEMORY: StateMemory(folder, disk, limit).to_text()}
+    quarter = min(memory()[1], shutil.disk_usage(folder).free) // 4
+    size = quarter if limit is None else limit
+    environment = {STATE_MEMORY: StateMemory(folder, disk, size).to_text()}
     try:
         with locked(folder, f"{folder} is in use"):
             os.environ.update(environment)

@@ -43,6 +43,7 @@ _CLIENT, _SERVER, _SIMULATION = 500_000_000, 600_000_000, 1_100_000_000
 _SUPERLINK, _SUPERNODE = 700_000_000, 400_000_000
 _CLIENT_FILES = KEEP + 2  # of the checkpoints, the current one, and one being written
 _CHECKPOINTS = KEEP + 1  # and one being written
+_FOR_STATES = 0.75
 _DISK_MARGIN = 1.5  # not all of these files are there at all times
 _SMALLER = "set a smaller model, such as model.hidden_size, or an optimizer.name with fewer states"
 
@@ -278,6 +279,15 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         who = f"the server and {hardware.at_once} clients at a time"
         change = f"simulate fewer clients at once (--workers 1), or {_SMALLER}"
     yield from _host(needs, who, needs.machine_bytes(device, hardware.at_once), change, folder)
+
+
+def memory_for_states(needs: Needs, hardware: Hardware) -> int:
+    """Return the bytes of this machine's memory that the states of simulated clients may take.
+
+    It is a part of what the run leaves; the rest is for activations.
+    """
+    left = memory()[1] - needs.machine_bytes(hardware.device, hardware.at_once)
+    return max(0, int(left * _FOR_STATES))
 
 
 def federation_on_this_machine(

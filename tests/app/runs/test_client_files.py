@@ -98,6 +98,10 @@ def test_what_is_in_memory_goes_with_the_command_or_with_the_next(tmp_path, monk
             assert memory.folder.exists()  # another command's
     assert STATE_MEMORY not in os.environ
     assert not list(tmp_path.glob("*/states-*"))
+    with client_memory(tmp_path / "clients", limit=10):
+        limited = StateMemory.of_environment()
+    assert limited is not None
+    assert limited.limit == 10
 
 
 @pytest.mark.soak

@@ -24,6 +24,7 @@ from flower_desloc.app.plan import dry_run
 from flower_desloc.app.plan.dry_run import memory_line
 from flower_desloc.app.plan.from_config import planned_run
 from flower_desloc.app.plan.wall_clock import H100, Link
+from flower_desloc.app.setup import preflight
 from flower_desloc.app.setup.build import build_lr_schedule
 from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.app.setup.preflight import (
@@ -31,6 +32,7 @@ from flower_desloc.app.setup.preflight import (
     Needs,
     Preflight,
     federation_on_this_machine,
+    memory_for_states,
     on_the_server,
     on_this_machine,
 )
@@ -252,6 +254,14 @@ def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
         [*federation_on_this_machine(small, [CPU], tmp_path)],
     ):
         assert not any(finding.stops for finding in found)
+
+
+def test_the_states_of_simulated_clients_take_what_the_run_leaves(monkeypatch):
+    needs = Needs(load("quickstart", TINY))
+    run = needs.machine_bytes(CPU, 2)
+    for free, expected in ((run - 1, 0), (run + 4_000_000, 3_000_000)):
+        monkeypatch.setattr(preflight, "memory", lambda free=free: (2 * free, free))
+        assert memory_for_states(needs, Hardware(CPU, 2)) == expected
 
 
 def test_a_federation_on_one_machine_needs_memory_for_every_site():
