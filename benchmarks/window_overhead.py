@@ -149,6 +149,8 @@ def main(
     clients, tensors, turns, warm_up = (2, 16, 4, 2) if large else (4, 2, 1, 5)
     parameters = parameters or (135_000_000 if large else 6)
     windows = windows or (5 if large else 60)
+    if windows <= warm_up:
+        raise typer.BadParameter(f"--windows must be more than the {warm_up} of warm-up")
     found: dict[str, list[float]] = {arm: [] for arm in ARMS}
 
     def serve(grid: Grid, _context: Context) -> None:
