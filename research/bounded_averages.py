@@ -47,7 +47,13 @@ def table() -> Table:
             worst = max((100 * (ours[seed] / theirs[seed] - 1) for seed in ours), default=math.nan)
             row += [study.above(arm, place), f"{worst:+.2f}"]
         rows.append(row)
-    heads = ["K_x/K_u/K_v", "data", "rate", "without the bound, % above Local Adam at its better rate", "worst seed"]
+    heads = [
+        "K_x/K_u/K_v",
+        "data",
+        "rate",
+        "without the bound, % above Local Adam at its better rate",
+        "worst seed",
+    ]
     return Table([*heads, "bounded", "worst seed"], rows)
 
 

@@ -30,6 +30,9 @@ def clipped_sum(
 ) -> dict[str, Tensor]:
     """Return the sum over the examples of ``batch`` of their clipped gradients, by parameter.
 
+    It is of float64, whatever the type of the parameters: rounding, which depends on all examples,
+    would otherwise change it by more than the bound.
+
     The gradient of an example, over all ``params`` together, is scaled down to the norm
     ``max_grad_norm`` if it is longer; one with NaN or infinity counts as zero. So an example more
     or less changes the sum by at most ``max_grad_norm``. Abadi et al. 2016, arXiv:1607.00133.
@@ -48,7 +51,7 @@ def clipped_sum(
     """
     if max_grad_norm < LEAST_NORM:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
-    total = {key: torch.zeros_like(p) for key, p in params.items()}
+    total = zeros(params)
     tensors, rebuild = tensors_of(batch)
     device = next(iter(params.values())).device
     whole = _Loss(module, loss)
@@ -74,6 +77,11 @@ def clipped_sum(
         for key, summed in _clipped(grads, max_grad_norm).items():
             total[key.removeprefix("module.")] += summed
     return total
+
+
+def zeros(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ``clipped_sum`` of no examples."""
+    return {key: torch.zeros_like(p, dtype=torch.float64) for key, p in params.items()}
 
 
 def tensors_of(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
@@ -120,14 +128,14 @@ class _Loss(nn.Module):
 
 
 def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    wide = (g.flatten(1).to(torch.promote_types(g.dtype, torch.float32)) for g in grads.values())
-    norms = torch.stack([g.square().sum(1) for g in wide]).sum(0).sqrt()
+    norms = torch.stack([g.flatten(1).double().square().sum(1) for g in grads.values()])
+    norms = norms.sum(0).sqrt()
     factors = (max_grad_norm / norms).clamp(max=1)
     finite = norms.isfinite()
     if not finite.all():
         factors = torch.where(finite, factors, 0)
         grads = {key: g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0) for key, g in grads.items()}
-    return {key: torch.tensordot(factors.to(g.dtype), g, 1) for key, g in grads.items()}
+    return {key: torch.tensordot(factors, g.double(), 1) for key, g in grads.items()}
 
 
 def _rows(values: Any) -> list[Tensor]:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 _CHUNK = 1 << 18
 """Values that are drawn at once."""
+_GRID = 16
+"""Binary digits of a noisy sum below those of the noise's deviation."""
 
 
 def uniform(key: bytes, number: int) -> NDArray[np.float64]:
@@ -24,8 +26,20 @@ def uniform(key: bytes, number: int) -> NDArray[np.float64]:
     return drawn[0]
 
 
+def with_noise(summed: Tensor, key: bytes, deviation: float) -> Tensor:
+    """Return ``summed``, of float64, plus Gaussian noise, on a grid that is the same for all sums.
+
+    The lowest bits of a sum of floats tell of its terms: with noise of float32, which records they
+    are (Mironov 2012, "On significance of the least significant bits"). So what is below a 65,536th
+    of the deviation is rounded off.
+    """
+    grid = 2.0 ** (math.floor(math.log2(deviation)) - _GRID)
+    noisy = gaussian(key, summed).mul_(deviation).add_(summed)
+    return noisy.div_(grid).round_().mul_(grid)  # by a power of two: exact
+
+
 def gaussian(key: bytes, like: Tensor) -> Tensor:
-    """Return standard normal values of the shape, type and device of ``like``.
+    """Return standard normal values of float64, of the shape and device of ``like``.
 
     Each is half the sum of four: what the floating-point grid reveals of one is then of no use.
     Holohan and Braghin 2021, arXiv:2107.10138, section 5.1.
@@ -33,7 +47,7 @@ def gaussian(key: bytes, like: Tensor) -> Tensor:
     sizes = [min(_CHUNK, like.numel() - start) for start in range(0, like.numel(), _CHUNK)]
     parts = [_box_muller(each) for each in _uniform(key, [4 * size for size in sizes])]
     values = torch.from_numpy(np.concatenate([*parts, np.empty(0)]))
-    return values.view(like.shape).to(like)
+    return values.view(like.shape).to(like.device)
 
 
 def _box_muller(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,8 +15,14 @@ from flower_desloc.core.streams import digest, parameters, trained
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
-from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, tensors_of
-from flower_desloc.privacy.noise import gaussian, uniform
+from flower_desloc.privacy.clipping import (
+    Loss,
+    clipped_sum,
+    require_independent,
+    tensors_of,
+    zeros,
+)
+from flower_desloc.privacy.noise import uniform, with_noise
 
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
@@ -82,7 +88,7 @@ class PrivateLoss:
         self.account.charge(answer.hex(), cost)
         # Dropout's masks too: were they known, a record less would change those of all others.
         torch.manual_seed(int.from_bytes(self._key(query, "dropout")[:7]))
-        total = {key: torch.zeros_like(p) for key, p in params.items()}
+        total = zeros(params)
         if batch is not None:
             total = clipped_sum(
                 self.loss,
@@ -96,12 +102,13 @@ class PrivateLoss:
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
                 group[_NOISE_STD] = deviation / self.examples.batch_size
-        for key, summed in total.items():
+        grads: list[Tensor] = []
+        for key, param in params.items():
+            summed = total.pop(key)  # of float64 until the noise is in it
             if cost.noise_multiplier:
-                noise = gaussian(self._key(answer, key), summed)
-                summed.add_(noise, alpha=deviation)
-            summed.div_(self.examples.batch_size)
-        loss: Tensor = _Gradients.apply([*total.values()], *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
+                summed = with_noise(summed, self._key(answer, key), deviation)
+            grads.append(summed.div_(self.examples.batch_size).to(param.dtype))
+        loss: Tensor = _Gradients.apply(grads, *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
 
     def _cost(self) -> Step:

@@ -1,5 +1,7 @@
 """The noise: normal, and a function of its key alone."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from scipy.stats import kstest
 
-from flower_desloc.privacy.noise import gaussian, uniform
+from flower_desloc.privacy.noise import gaussian, uniform, with_noise
 
 KEY = bytes(range(32))
 
@@ -32,6 +34,33 @@ def test_the_noise_is_a_function_of_the_key_alone():
     assert first.dtype == torch.float64
     assert gaussian(KEY, torch.empty(0)).numel() == 0
     assert gaussian(KEY, torch.empty(())).shape == ()
+
+
+def explained(noisy, summed, deviation):
+    """Return the share of noisy values that some noise of float32 explains, added to ``summed``."""
+    noise = ((noisy.double() - summed.double()) / deviation).float()
+    hit = torch.zeros(noisy.shape, dtype=torch.bool)
+    for towards in (-math.inf, math.inf):
+        tried = noise
+        for _ in range(4):
+            hit |= summed.float() + tried * deviation == noisy
+            tried = torch.nextafter(tried, torch.tensor(towards))
+    return hit.double().mean().item()
+
+
+@pytest.mark.parametrize("deviation", [5.0, 20.0])
+def test_the_lowest_bits_do_not_tell_which_sum_was_made_noisy(deviation):
+    torch.manual_seed(0)
+    summed, record = torch.randn(100_000), torch.randn(100_000) / 300
+    other = summed + record
+    careless = summed + gaussian(KEY, summed).float() * deviation
+    assert explained(careless, summed, deviation) > 0.999 > explained(careless, other, deviation)
+    noisy = with_noise(summed.double(), KEY, deviation)
+    steps = noisy / 2.0 ** (math.floor(math.log2(deviation)) - 16)
+    assert torch.equal(steps, steps.round())
+    assert (noisy - summed).std().item() == pytest.approx(deviation, rel=0.01)
+    found = [explained(noisy.float(), of, deviation) for of in (summed, other)]
+    assert found[0] == pytest.approx(found[1], abs=0.01)
 
 
 def test_uniforms_are_the_first_53_bits_of_the_cipher_and_never_zero():

@@ -197,11 +197,11 @@ def test_a_line_is_in_the_ledger_before_the_noise_is_drawn(tmp_path, monkeypatch
     monkeypatch.setattr(account, "noise_multiplier", lambda sample_rate: 5.0)
     worker = guarded(account)
 
-    def killed(key, like):
+    def killed(summed, key, deviation):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(private_worker, "gaussian", killed)
+        patch.setattr(private_worker, "with_noise", killed)
         with pytest.raises(KeyboardInterrupt):
             worker.steps(0, 3)
     assert Ledger(tmp_path, "site").steps().total() == 1
