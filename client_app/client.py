@@ -13,6 +13,7 @@ from flower_desloc.app.tasks.alike import ALIKE
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.messages import RUN_KEY, Settings
+from flower_desloc.flower.protection import OF_THE_APP
 
 if TYPE_CHECKING:
     from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
@@ -53,6 +54,10 @@ class WorkerBuilder:
         self.launcher = self.launcher or RankLauncher()
         return build_ranks_worker(parts, context, parallelism, self.launcher)
 
+    def is_private(self) -> bool:
+        """Return whether the configuration of the last run asks for differential privacy."""
+        return self._parts is not None and self._parts[1].config.privacy.epsilon is not None
+
     def _parts_of(self, config: Settings, node: NodeConfig) -> RunParts:
         alike = {key: str(text) for key, text in config.items() if key in ALIKE}
         sent = str(config["settings"]), alike, device_of(node)
@@ -63,4 +68,6 @@ class WorkerBuilder:
 
 make_importable()  # the greeting compares a task's code before it is imported
 build_worker = WorkerBuilder()
-app = client_app(build_worker, [audited])
+app = client_app(
+    build_worker, [audited], carries_out=OF_THE_APP, is_private=build_worker.is_private
+)

@@ -14,6 +14,7 @@ from flower_desloc.app.config.check import check
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
 from flower_desloc.app.tasks.protocol import HasExamples
+from flower_desloc.core.types import SiteRefusedError
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import client_name, state_files, state_folder
 from flower_desloc.flower.fingerprint import code_of, digest_of, fingerprint
@@ -26,7 +27,7 @@ from flower_desloc.privacy.worker import Examples, PrivateLoss, private
 def private_worker(parts: RunParts, context: Context, run: str, parallelism: Parallelism) -> Worker:
     """Return the private worker of a client in the run of that name.
 
-    Raises ``ValueError`` for what privacy excludes, and where its budget is spent.
+    Raises ``SiteRefusedError`` for what privacy excludes, and where its budget is spent.
     """
     config, node = parts.config, context.node_config
     stated, of_site = config.privacy, site_budget(node)
@@ -34,20 +35,23 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
     budget = of_run or of_site
     assert budget is not None
     # A site may ask for what the run's configuration does not state.
-    check(replace(config, privacy=replace(stated, epsilon=budget.epsilon)))
+    try:
+        check(replace(config, privacy=replace(stated, epsilon=budget.epsilon)))
+    except ConfigError as error:
+        raise SiteRefusedError(str(error)) from error
     if parallelism.processes > 1:
-        raise ValueError(
+        raise SiteRefusedError(
             f"processes={parallelism.processes} in the node config: a client with differential "
             "privacy has one process"
         )
     if not {"name", "partition-id"} & node.keys():
-        raise ValueError(
+        raise SiteRefusedError(
             "differential privacy needs the site's name=... in the node config: its ledger bears it"
         )
     site = site_of(node)
     worker, data = parts.single_worker(node), parts.data(site)
     if not isinstance(data, HasExamples):
-        raise ConfigError(
+        raise SiteRefusedError(
             f"task={config.task}: differential privacy draws examples one by one, and its "
             f"{type(data).__name__} has no method examples(numbers); give it one, or for streamed "
             "text set data.max_bytes"
@@ -57,7 +61,7 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
         is_begun = run in ledger.runs()
     state = None if is_begun else state_files(context, run).last()
     if state is not None and (any(state.steps_since_average.values()) or state.residuals):
-        raise ValueError(
+        raise SiteRefusedError(
             "this site has taken steps of the run without differential privacy, which its states "
             "are made of; start another run"
         )
@@ -90,13 +94,13 @@ def _computed_by(config: Config) -> tuple[object, ...]:
 
 
 def site_budget(node: NodeConfig) -> Budget | None:
-    """Return the budget that a node config states; raises ``ValueError`` for half of one."""
+    """Return the budget that a node config states; raises ``SiteRefusedError`` for half of one."""
     if not {"epsilon", "delta"} & node.keys():
         return None
     try:
         return Budget(float(node["epsilon"]), float(node["delta"]))
     except (KeyError, ValueError) as error:
-        raise ValueError(
+        raise SiteRefusedError(
             f"the node config must state both epsilon and delta as numbers, as in 'epsilon=3.0 "
             f"delta=1e-5': {error}"
         ) from error

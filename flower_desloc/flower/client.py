@@ -1,9 +1,10 @@
 """The client: the Flower app that answers the server, one message after the other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from logging import ERROR
+from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -34,6 +35,7 @@ from flower_desloc.flower.messages import (
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
+from flower_desloc.flower.protection import errors_stay, require_carried_out
 from flower_desloc.flower.secure.mod import no_keys, secure_sums
 from flower_desloc.flower.secure.record import ASK
 from flower_desloc.flower.window import (
@@ -73,13 +75,25 @@ class DesLocClient(ClientApp):
         ``state-dir`` of the node's config.
     mods : Sequence, optional
         Flower mods around every message, which see its arrays however they travel.
+    carries_out : Collection, optional
+        The keys of ``protection.OF_THE_APP`` that ``build`` and ``mods`` carry out. A site whose
+        node config has others of them refuses every message.
+    is_private : Callable, optional
+        Says whether the run of the last message has differential privacy without such keys.
 
     """
 
-    def __init__(self, build: Build, mods: Sequence[Mod] = ()) -> None:
+    def __init__(
+        self,
+        build: Build,
+        mods: Sequence[Mod] = (),
+        *,
+        carries_out: Collection[str] = (),
+        is_private: Callable[[], bool] = lambda: False,
+    ) -> None:
         around = (_errors_have_codes, _exits_are_errors, arrays_by_flight, *mods)
-        super().__init__(mods=[*around, secure_sums])
-        self._build = build
+        super().__init__(mods=[*around, secure_sums, self._protected])
+        self._build, self._carries_out, self._is_private = build, carries_out, is_private
         self._ahead, self._later = StepsAhead(), LaterWrites()
         self.evaluate()(self._evaluate)
         for name, answer in (
@@ -125,6 +139,11 @@ class DesLocClient(ClientApp):
         """
         self.write_state()
         self._ahead.take()
+
+    def _protected(self, message: Message, context: Context, call: _Call) -> Message:
+        require_carried_out(context, self._carries_out)
+        with errors_stay(context, self._is_private):
+            return call(message, context)
 
     def _receive(
         self, message: Message, context: Context
@@ -193,9 +212,12 @@ class DesLocClient(ClientApp):
         return Message(RecordDict(), reply_to=message)
 
 
-def client_app(build: Build, mods: Sequence[Mod] = ()) -> DesLocClient:
-    """Return a ClientApp whose clients are what ``build`` returns, and train by its ``loss_at``."""
-    client = DesLocClient(build, mods)
+def client_app(build: Build, mods: Sequence[Mod] = (), **protection: Any) -> DesLocClient:
+    """Return a ClientApp whose clients are what ``build`` returns, and train by its ``loss_at``.
+
+    The arguments are those of ``DesLocClient``.
+    """
+    client = DesLocClient(build, mods, **protection)
     client.train()(client._train)
     return client
 

@@ -62,6 +62,12 @@ def code_of(error: Exception) -> int | None:
     return next((each.code for each in _TYPES if isinstance(error, each.raised)), None)
 
 
+def with_text(error: Exception, text: str) -> Exception:
+    """Return an error of the same type, as far as that is replied, with another text."""
+    kinds = (each.raised for each in _TYPES if isinstance(error, each.raised))
+    return next(kinds, RuntimeError)(text)
+
+
 def client_error(code: int, reason: str | None) -> ValueError:
     """Return the error that a client has replied."""
     kind = next((each.read for each in _TYPES if each.code == code), ValueError)

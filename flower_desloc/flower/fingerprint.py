@@ -74,10 +74,12 @@ def differing(code: Mapping[str, str]) -> list[Path]:
 
 
 def require_same_code(server: Mapping[str, str], client: str) -> None:
-    """Raise ``RuntimeError`` unless a client's code is the ``server``'s, given its digests."""
+    """Raise ``SiteRefusedError`` unless a client's code is the ``server``'s, given its digests."""
+    from flower_desloc.core.types import SiteRefusedError  # with PyTorch
+
     code = dict(server)
     if code.pop(PACKAGE, "") != fingerprint():
-        raise RuntimeError(
+        raise SiteRefusedError(
             f"{client} runs other code ({Path(__file__).parents[1]}) than the server: another "
             "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "
             "in a folder that holds a copy of the app; install the server's version, and start it "
@@ -85,7 +87,7 @@ def require_same_code(server: Mapping[str, str], client: str) -> None:
         )
     if files := differing(code):
         more = f", and {len(files) - 3} more" if len(files) > 3 else ""
-        raise RuntimeError(
+        raise SiteRefusedError(
             f"{client} runs other code than the server: it has another version, or none, of "
             f"{', '.join(map(str, files[:3]))}{more}; copy the server's version there"
         )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
+from flower_desloc.core.types import SiteRefusedError
 from flower_desloc.privacy.accounting import Budget, Step, epsilon
 from flower_desloc.privacy.ledger import Ledger
 
@@ -14,7 +15,7 @@ _BLOCK = 32
 """Steps for which the budget is checked at once near its end: an epsilon takes a second."""
 
 
-class BudgetSpentError(ValueError):
+class BudgetSpentError(SiteRefusedError):
     """A site's privacy budget does not suffice for a step."""
 
 

@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from flower_desloc.core.types import SiteRefusedError
+
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
 LEAST_NORM = 1e-6
@@ -106,11 +108,11 @@ def tensors_of(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], A
 
 
 def require_independent(module: nn.Module) -> None:
-    """Raise ``ValueError`` naming a module that mixes examples, or keeps statistics of them."""
+    """Raise ``SiteRefusedError`` naming a module that mixes examples, or has their statistics."""
     for name, part in module.named_modules():
         keeps = isinstance(part, _InstanceNorm) and part.track_running_stats
         if isinstance(part, _BatchNorm) or keeps:
-            raise ValueError(
+            raise SiteRefusedError(
                 f"differential privacy: module {name!r} is a {type(part).__name__}, which keeps "
                 "statistics over examples that no clipping bounds; use a GroupNorm or a LayerNorm"
             )

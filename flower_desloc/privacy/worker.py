@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.streams import digest, parameters, trained
+from flower_desloc.core.types import SiteRefusedError
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
@@ -142,7 +143,7 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
     Its losses are NaN, it evaluates nothing, it counts as one example, and neither the sizes nor
     the version of its data are sent.
 
-    Raises ``ValueError`` naming a module that has no gradients of single examples, and for an
+    Raises ``SiteRefusedError`` naming a module that has no gradients of single examples, and for an
     optimizer that counts on noise which clipping would change.
     """
     require_independent(worker.module)
@@ -160,7 +161,7 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
 def _check_clipping(worker: Worker) -> None:
     told = any(_NOISE_STD in group for group in worker.optimizer.param_groups)
     if told and worker.clipping != Clipping():
-        raise ValueError(
+        raise SiteRefusedError(
             f"{type(worker.optimizer).__name__} takes the noise off the second moment, and "
             "clipping the private gradient would scale it: set optimizer.clip_norm=null and "
             "optimizer.clip_value=null; privacy.max_grad_norm clips each example's gradient"

@@ -116,9 +116,11 @@ def test_norms_of_half_precision_are_those_of_wider_numbers():
 def test_of_any_type_an_example_more_among_thousands_changes_it_by_at_most_the_bound(kind):
     module, batch = nn.Linear(2, 1, bias=False).to(kind), torch.ones(3000, 2, dtype=kind)
 
+    def mean(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).mean()
+
     def summed_over(number):
-        rows, params = batch[:number], parameters(module)
-        mean = lambda module, batch: module(batch).mean()
+        params, rows = parameters(module), batch[:number]
         return clipped_sum(mean, module, params, rows, max_grad_norm=0.1, chunk=256)
 
     assert norm(minus(summed_over(3000), summed_over(2999))) <= 0.1 * (1 + 1e-6)

@@ -1,0 +1,52 @@
+"""A site that protects its data: which app carries that out, and what its errors may say."""
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from logging import ERROR
+from typing import Final
+
+from flwr.app import Context
+
+from flower_desloc.core.types import SiteRefusedError
+from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.failures import with_text
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.secure.mod import SECURE_KEYS
+
+OF_THE_APP: Final = ("epsilon", "delta", "require", "audit-log")
+"""Keys of a node config that protect a site, and that its app must carry out."""
+HIDDEN: Final = "an error of this site, which may quote its data; its own log has the text"
+
+
+def require_carried_out(context: Context, carried_out: Collection[str]) -> None:
+    """Raise ``SiteRefusedError`` if the node config has a key that this app would ignore."""
+    ignored = {*OF_THE_APP} - {*carried_out}
+    if keys := sorted(ignored & context.node_config.keys()):
+        raise SiteRefusedError(
+            f"{', '.join(keys)} in the node config: this app does not carry it out, and would not "
+            "protect the site; use the app of `desloc`, or leave it out"
+        )
+
+
+@contextmanager
+def errors_stay(context: Context, is_private: Callable[[], bool]) -> Iterator[None]:
+    """Keep the text of an error, which may quote data, in the log of a site that protects them.
+
+    A ``SiteRefusedError`` is sent as it is, and of others the type, as far as the server asks.
+    """
+    try:
+        with exits_as_errors():
+            yield
+    except SiteRefusedError:
+        raise
+    except Exception as error:
+        if not (_is_protected(context) or is_private()):
+            raise
+        log(ERROR, "%s: %s", type(error).__name__, error, exc_info=True)
+        raise with_text(error, HIDDEN) from None
+
+
+def _is_protected(context: Context) -> bool:
+    keys = {"epsilon", "delta", "secure-keys"} & context.node_config.keys()
+    return bool(keys) or SECURE_KEYS in os.environ
