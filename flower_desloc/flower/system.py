@@ -117,6 +117,8 @@ def socket_folder() -> Path:
 
 def private_folder(parent: Path) -> Path:
     """Return the folder in ``parent`` that only this user can enter; raises ``OSError``."""
+    if not hasattr(os, "getuid"):
+        raise PermissionError("this system cannot tell whose a folder is")
     folder = parent / f"desloc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
