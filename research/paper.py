@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from collect import MOMENTS, records, slug
-from paired import RESULTS, SPARE, Draw, Estimate, Table, spread
+from paired import RESULTS, SPARE, Draw, Estimate, Run, Table, spread
 
 from flower_desloc.app.plan.wall_clock import (
     MBIT,
@@ -196,25 +196,32 @@ def methods(studies: Mapping[str, str], baseline: str) -> Table:
         found = study_cells(study)
         local = next(one for one in found if one["method"] == baseline)
         for one in found:
-            gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
             share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
             row = [data, one["method"], f"{one['tuned']:.2g}", one["seeds"], f"{one['mean']:.4f}"]
-            rows.append([*row, "" if one is local else gap.interval, f"{share:.3g}"])
+            rows.append([*row, "" if one is local else _above(one, local), f"{share:.3g}"])
     heads = ["data", "method", "rate", "seeds", "loss", f"above {baseline}, %"]
     return Table([*heads, f"bytes, {baseline}'s being 1"], rows)
 
 
 def federated() -> Table:
-    """Return Flower's FedAvg and FedAdam at their best rates, compared with Local."""
-    rows = []
-    for one in study_cells("fair_federated"):
+    """Return Flower's FedAvg and FedAdam, and ADOPT, at their best rates, compared with Local."""
+    rows, found = [], study_cells("fair_federated")
+    adopt = {one["partition"]: one for one in found if one["method"] == "Local ADOPT"}
+    for one in found:
         local = study_cells(FAIR[one["partition"]])[0]
-        gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
+        same = adopt[one["partition"]] if one["method"] == "DES-LOC-ADOPT" else None
+        row = [one["partition"], one["method"], f"{one['tuned']:.3g}", one["seeds"]]
+        gaps = [_above(one, local), _above(one, same) if same else ""]
         share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
-        row = [one["partition"], one["method"], f"{one['tuned']:.2g}", one["seeds"]]
-        rows.append([*row, f"{one['mean']:.4f}", gap.interval, f"{share:.3g}"])
-    heads = ["data", "method", "rate", "seeds", "loss", "above Local, %"]
-    return Table([*heads, "bytes, Local's being 1"], rows)
+        rows.append([*row, f"{one['mean']:.4f}", *gaps, f"{share:.3g}"])
+    heads = ["data", "method", "rate", "seeds", "loss", "above Local AdamW, %"]
+    return Table([*heads, "above Local ADOPT, %", "bytes, Local AdamW's being 1"], rows)
+
+
+def _above(one: Run, other: Run) -> str:
+    """Return how far the scores of a cell of a study are above another's, paired by seed."""
+    scores = (dict(enumerate(cell["scores"])) for cell in (one, other))
+    return Estimate.above(*scores).interval
 
 
 def outer_steps() -> Table:
