@@ -130,8 +130,9 @@ class _Loss(nn.Module):
 
 
 def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    norms = torch.stack([g.flatten(1).double().square().sum(1) for g in grads.values()])
-    norms = norms.sum(0).sqrt()
+    wide = {"dim": 1, "dtype": torch.float64}
+    parts = [torch.linalg.vector_norm(g.flatten(1), **wide) for g in grads.values()]
+    norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
     factors = (max_grad_norm / norms).clamp(max=1)
     finite = norms.isfinite()
     if not finite.all():
