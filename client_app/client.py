@@ -56,7 +56,7 @@ class WorkerBuilder:
 
     def is_private(self) -> bool:
         """Return whether the configuration of the last run asks for differential privacy."""
-        return self._parts is not None and self._parts[1].config.privacy.epsilon is not None
+        return self._parts is not None and self._parts[1].stated.privacy.epsilon is not None
 
     def _parts_of(self, config: Settings, node: NodeConfig) -> RunParts:
         alike = {key: str(text) for key, text in config.items() if key in ALIKE}

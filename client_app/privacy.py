@@ -14,7 +14,7 @@ from flower_desloc.app.config.check import check
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
 from flower_desloc.app.tasks.protocol import HasExamples
-from flower_desloc.core.types import SiteRefusedError
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import client_name, state_files, state_folder
 from flower_desloc.flower.fingerprint import code_of, digest_of, fingerprint

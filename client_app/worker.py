@@ -17,6 +17,7 @@ from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
 from flower_desloc.app.tasks.alike import ALIKE, required_alike
 from flower_desloc.app.tasks.data_version import data_version
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.worker import Worker
 
 
@@ -65,12 +66,12 @@ class RunParts:
         return build_task(self.config)
 
     def build_model(self) -> nn.Module:
-        """Return a new model; raises ``ValueError`` where this site differs from the server."""
+        """Return a new model; raises ``SiteRefusedError`` if this site differs from the server."""
         model = self.task.build_model()
         here = required_alike(self.task, model)
         for what, theirs in self._alike.items():
             if here[what] != theirs:
-                raise ValueError(
+                raise SiteRefusedError(
                     f"{ALIKE[what]} of task={self.config.task} differ from the server's; give "
                     "every site the same files"
                 )
@@ -136,7 +137,7 @@ class RunParts:
 
     def _client_data(self, site: Site) -> ClientData:
         if site.data_path is not None and not getattr(self.task, "reads_data_path", False):
-            raise ValueError(
+            raise SiteRefusedError(
                 f"data-path={site.data_path}: task={self.config.task} does not state that it reads "
                 "site.data_path, and may train on other data; let client_data read that path, and "
                 "set reads_data_path = True in its class, or leave data-path out of the node config"
@@ -150,10 +151,10 @@ def device_of(node: NodeConfig) -> torch.device:
 
 
 def site_of(node: NodeConfig) -> Site:
-    """Return a client's data, as its node config names it; raises ``ValueError`` if it does not."""
+    """Return a client's data, as its node config names it; raises ``SiteRefusedError`` if not."""
     path = node.get("data-path")
     if path is None and not {"partition-id", "num-partitions"} <= node.keys():
-        raise ValueError(
+        raise SiteRefusedError(
             "the node config has neither data-path nor partition-id and num-partitions; start the "
             "SuperNode with --node-config 'partition-id=0 num-partitions=4' or "
             "'data-path=\"/data/text\"'"

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flower_desloc.core.errors import NotFiniteError, SetupError
 from flower_desloc.core.multi import parts_of
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.types import NotFiniteError, SetupError, Stream
+from flower_desloc.core.types import Stream
 
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""

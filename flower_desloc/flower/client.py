@@ -74,7 +74,8 @@ class DesLocClient(ClientApp):
         All that outlives the message is in the client's state file: in ``~/.flwr/desloc``, or
         ``state-dir`` of the node's config.
     mods : Sequence, optional
-        Flower mods around every message, which see its arrays however they travel.
+        Flower mods around every message, which see its arrays however they travel. The texts of
+        their own errors are sent.
     carries_out : Collection, optional
         The keys of ``protection.OF_THE_APP`` that ``build`` and ``mods`` carry out. A site whose
         node config has others of them refuses every message.

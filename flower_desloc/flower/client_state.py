@@ -36,6 +36,7 @@ from typing import Any, Final
 from flwr.app import Context
 from torch import Tensor
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower import tensor_file
@@ -116,6 +117,10 @@ class _StoredStreams(Mapping[str, Stream]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class StateNotWrittenError(OSError, SiteRefusedError):
+    """A client's state cannot be written; the text names the folder."""
 
 
 class LaterWrites:
@@ -295,7 +300,7 @@ class StateFiles:
             raise self._not_written(error) from error
 
     def _not_written(self, error: OSError) -> OSError:
-        return OSError(
+        return StateNotWrittenError(
             f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
             "name another folder: --output-dir of a simulation, state-dir of a site"
         )

@@ -12,7 +12,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from flower_desloc.core.types import NotFiniteError, SetupError
+from flower_desloc.core.errors import NotFiniteError, SetupError
 
 REASON = 2000
 """Characters of an error, or of why a reply is left out; the rest is cut off."""

@@ -7,6 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
+from flower_desloc.core.errors import SiteRefusedError
+
 PACKAGE = "flower_desloc"
 """The entry of this package in a mapping of digests."""
 
@@ -75,8 +77,6 @@ def differing(code: Mapping[str, str]) -> list[Path]:
 
 def require_same_code(server: Mapping[str, str], client: str) -> None:
     """Raise ``SiteRefusedError`` unless a client's code is the ``server``'s, given its digests."""
-    from flower_desloc.core.types import SiteRefusedError  # with PyTorch
-
     code = dict(server)
     if code.pop(PACKAGE, "") != fingerprint():
         raise SiteRefusedError(

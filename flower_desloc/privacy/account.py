@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-from flower_desloc.core.types import SiteRefusedError
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.privacy.accounting import Budget, Step, epsilon
 from flower_desloc.privacy.ledger import Ledger
 

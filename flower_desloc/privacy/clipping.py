@@ -12,13 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from flower_desloc.core.types import SiteRefusedError
+from flower_desloc.core.errors import SiteRefusedError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
 LEAST_NORM = 1e-6
-"""The least bound: far above gradients whose squares are no longer floats, which look like zeros
-and would stay as they are."""
+"""The least bound: gradients and noise are far above the least numbers of single precision."""
 
 
 def clipped_sum(
@@ -131,7 +130,7 @@ class _Loss(nn.Module):
 
 def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
     wide = {"dim": 1, "dtype": torch.float64}
-    parts = [torch.linalg.vector_norm(g.flatten(1), **wide) for g in grads.values()]
+    parts = [torch.linalg.vector_norm(g.reshape(len(g), -1), **wide) for g in grads.values()]
     norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
     factors = (max_grad_norm / norms).clamp(max=1)
     finite = norms.isfinite()
@@ -161,7 +160,7 @@ def _unfit(module: nn.Module, error: Exception) -> ValueError:
     callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     inside = [part for part in callers if isinstance(part, nn.Module) and id(part) in names]
     where = f"module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "loss"
-    return ValueError(
+    return SiteRefusedError(  # without the error's text, which may quote the example
         f"differential privacy: the gradients of single examples cannot be computed through the "
-        f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        f"{where}: {type(error).__name__}"
     )

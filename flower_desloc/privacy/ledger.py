@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.privacy.accounting import Step
 
 
@@ -48,7 +49,7 @@ class Lines:
         """Read what was written since."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._end:
-            raise ValueError(f"{self._path}: this privacy ledger has lost lines; restore it")
+            raise SiteRefusedError(f"{self._path}: this privacy ledger has lost lines; restore it")
         if not size:
             return
         with self._path.open("rb") as file:
@@ -64,7 +65,7 @@ class Lines:
             run, query = str(entry["run"]), str(entry["query"])
             step = Step(float(entry["noise_multiplier"]), float(entry["sample_rate"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise SiteRefusedError(
                 f"{self._path}: this privacy ledger is damaged, so what is spent is not known: "
                 f"{line[:80]!r}; restore it from a copy"
             ) from error
@@ -130,7 +131,9 @@ def _secret(path: Path) -> bytes:
         _sync_folder(path.parent)
     secret = path.read_bytes()
     if len(secret) != 32:
-        raise ValueError(f"{path}: must hold 32 random bytes, has {len(secret)}; delete the file")
+        raise SiteRefusedError(
+            f"{path}: must hold 32 random bytes, has {len(secret)}; delete the file"
+        )
     return secret
 
 

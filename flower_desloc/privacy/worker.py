@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.streams import digest, parameters, trained
-from flower_desloc.core.types import SiteRefusedError
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step

@@ -10,8 +10,8 @@ from torch import nn
 
 from flower_desloc import DesLoc, SyncSchedule, Worker, client_app
 from flower_desloc.app.config import ConfigError
+from flower_desloc.core.errors import SetupError
 from flower_desloc.core.streams import sparse_gradient
-from flower_desloc.core.types import SetupError
 from flower_desloc.flower.failures import ClientError, EveryClientError, FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 

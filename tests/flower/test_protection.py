@@ -6,7 +6,7 @@ from flwr.app import Message
 from torch import nn
 
 from flower_desloc import DesLocClient, Worker, client_app
-from flower_desloc.core.types import SetupError, SiteRefusedError
+from flower_desloc.core.errors import SetupError, SiteRefusedError
 from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.inprocess import InProcessGrid

@@ -10,6 +10,7 @@ from tiny import TINY, failing_at, train
 
 pytest.importorskip("opacus")
 
+from client_app import worker as client_worker
 from client_app.client import WorkerBuilder
 from client_app.privacy import private_worker
 from client_app.worker import RunParts
@@ -103,12 +104,12 @@ def test_a_site_stops_when_its_own_budget_is_spent_and_the_others_go_on(tmp_path
         train(tmp_path, *words[:-1], "run.name=three")
 
 
-def built(tmp_path, *overrides, run="run", **node):
+def built(tmp_path, *overrides, run="run", builder=None, **node):
     """Return the worker that a client builds."""
     settings = {"settings": dump(load("quickstart", " ".join([*TINY, *overrides])))}
     site = {"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path), **node}
     context = Context(1, 1, site, RecordDict(), {})
-    return WorkerBuilder()({**settings, "run-key": run}, context)
+    return (builder or WorkerBuilder())({**settings, "run-key": run}, context)
 
 
 def test_the_stricter_of_two_budgets_holds(tmp_path):
@@ -167,6 +168,18 @@ def test_a_site_cannot_become_private_in_the_middle_of_a_run(tmp_path):
     with pytest.raises(ValueError, match="steps of the run without differential privacy"):
         built(folder, *SHORT, run=run, **budget)
     built(folder, *SHORT, run="another", **budget)
+
+
+def test_a_run_is_known_to_be_private_also_where_its_parts_cannot_be_built(tmp_path, monkeypatch):
+    def failing(*_):
+        raise KeyError("Jane Doe")
+
+    monkeypatch.setattr(client_worker, "with_micro_batch_size", failing)
+    for epsilon, is_private in (("null", False), ("1", True)):
+        builder = WorkerBuilder()
+        with pytest.raises(KeyError):
+            built(tmp_path, f"privacy.epsilon={epsilon}", builder=builder)
+        assert builder.is_private() == is_private
 
 
 def test_a_ledger_bears_a_name_that_stays(tmp_path):

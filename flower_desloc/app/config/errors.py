@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from flower_desloc.core.types import SetupError
+from flower_desloc.core.errors import SetupError
 
 
 class ConfigError(SetupError):

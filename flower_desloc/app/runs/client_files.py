@@ -55,15 +55,15 @@ def client_memory(
     It is set in this process as well. Empty where there is no file system in memory, and if it is
     not ``possible``, as on a cluster: clients move between its machines. What the clients keep
     there is deleted after the block, or if this process is killed, by the next run; it may take
-    ``limit`` bytes, by default a quarter of the memory that is free now. ``disk`` is
-    ``clients_folder``.
+    ``limit`` bytes, by default a quarter of the memory that is free now, and no more than half of
+    that file system's. ``disk`` is ``clients_folder``.
     """
     folder = _folder_in_memory() if possible else None
     if folder is None:
         yield {}
         return
-    quarter = min(memory()[1], shutil.disk_usage(folder).free) // 4
-    size = quarter if limit is None else limit
+    size = memory()[1] // 4 if limit is None else limit
+    size = min(size, shutil.disk_usage(folder).free // 2)  # Ray's objects are there too
     environment = {STATE_MEMORY: StateMemory(folder, disk, size).to_text()}
     try:
         with locked(folder, f"{folder} is in use"):

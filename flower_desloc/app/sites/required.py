@@ -11,7 +11,7 @@ from flower_desloc.app.config.overrides import split
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.record import yaml_mapping
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
-from flower_desloc.core.types import SiteRefusedError
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.flower.protection import OF_THE_APP
 
 REQUIRE = "require"

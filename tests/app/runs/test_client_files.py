@@ -102,6 +102,10 @@ def test_what_is_in_memory_goes_with_the_command_or_with_the_next(tmp_path, monk
         limited = StateMemory.of_environment()
     assert limited is not None
     assert limited.limit == 10
+    with client_memory(tmp_path / "clients", limit=1 << 60):
+        bounded = StateMemory.of_environment()
+    assert bounded is not None
+    assert bounded.limit <= shutil.disk_usage(tmp_path).total // 2
 
 
 @pytest.mark.soak

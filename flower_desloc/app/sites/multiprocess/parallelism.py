@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flower_desloc.core.errors import SiteRefusedError
+
 NodeConfig = Mapping[str, str | int | float | bool]
 _MODES = ("ddp", "fsdp")
 
@@ -17,14 +19,16 @@ class Parallelism:
 
     @classmethod
     def of(cls, node_config: NodeConfig) -> "Parallelism":
-        """Read a node config; raises ``ValueError`` for invalid values."""
+        """Read a node config; raises ``SiteRefusedError`` for invalid values."""
         processes, mode = node_config.get("processes", 1), node_config.get("parallel", _MODES[0])
         if type(processes) is not int or processes < 1:
-            raise ValueError(f"processes={processes!r} in the node config: must be 1 or more")
+            raise SiteRefusedError(f"processes={processes!r} in the node config: must be 1 or more")
         if processes > 1 and sys.platform != "linux":
-            raise ValueError(f"processes={processes} in the node config: more than 1 needs Linux")
+            raise SiteRefusedError(
+                f"processes={processes} in the node config: more than 1 needs Linux"
+            )
         if mode not in _MODES:
-            raise ValueError(
+            raise SiteRefusedError(
                 f"parallel={mode!r} in the node config: must be one of {', '.join(_MODES)}"
             )
         return cls(processes, str(mode))
