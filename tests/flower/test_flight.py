@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+import grpc
 import pyarrow as pa
 import pytest
 import torch
@@ -567,6 +568,95 @@ def test_the_end_of_a_run_leaves_no_thread(peers, direction):
     with pytest.raises(ConnectionError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
     del client
+
+
+HELD = """
+import json, sys
+from flower_desloc.flower.flight import transfer
+from flower_desloc.flower.flight.transfer import Parts, TensorServer
+transfer.IDLE = float(sys.argv[1])
+server = TensorServer("127.0.0.1", 0)
+own = server.credentials(7)
+memory = Parts([bytearray(9)])
+tickets = [server.give(7, Parts([bytes(50_000_000)]))]
+tickets += [server.take(7, 9, lambda: memory) for _ in range(3)]
+pems = [pem.decode() for pem in (own.authority, own.certificate, own.key)]
+print(json.dumps([server.port, pems, tickets]), flush=True)
+for line in sys.stdin:
+    server.revoke(tickets)
+server.close()
+"""
+
+
+class Holding:
+    """A site that opens calls and neither sends nor reads, which pyarrow cannot do."""
+
+    def __init__(self, port: int, authority: str, certificate: str, key: str) -> None:
+        pems = [pem.encode() for pem in (authority, key, certificate)]
+        name = [("grpc.ssl_target_name_override", transfer._SERVER)]
+        credentials = grpc.ssl_channel_credentials(*pems)
+        self.channel = grpc.secure_channel(f"127.0.0.1:{port}", credentials, name)
+        self.calls: list[object] = []
+        self.ended = threading.Event()
+
+    def put(self, ticket: str) -> None:
+        call = self.channel.stream_stream("/arrow.flight.protocol.FlightService/DoPut")
+        nothing = iter(self.ended.wait, True)
+        self.calls.append(call(nothing, metadata=[(transfer._TICKET, ticket)]))
+
+    def get(self, ticket: str) -> None:
+        call = self.channel.unary_stream("/arrow.flight.protocol.FlightService/DoGet")
+        self.calls.append(got := call(b"", metadata=[(transfer._TICKET, ticket)]))
+        next(got)
+
+    def give_back(self, ticket: str) -> None:
+        call = self.channel.unary_stream("/arrow.flight.protocol.FlightService/DoAction")
+        list(call(b"\n\4done", metadata=[(transfer._TICKET, ticket)]))
+
+    def close(self) -> None:
+        self.ended.set()
+        self.channel.close()
+
+
+@pytest.mark.parametrize("ended_by", ["revoke", "idle", "close"])
+def test_calls_that_a_site_holds_open_end(ended_by):
+    idle = "1" if ended_by == "idle" else "600"
+    command = [sys.executable, "-c", HELD, idle]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port, pems, (get, *puts) = json.loads(process.stdout.readline())
+        site = Holding(port, *pems)
+        try:
+            if ended_by != "idle":
+                site.get(get)
+                site.give_back(get)
+            before = num_threads(process)
+            for ticket in puts * 6:
+                site.put(ticket)
+            wait_until(lambda: num_threads(process) >= before + 15)
+            if ended_by == "revoke":
+                process.stdin.write("revoke\n")
+                process.stdin.flush()
+            if ended_by != "close":
+                wait_until(lambda: num_threads(process) <= before + 4)
+            process.stdin.close()
+            assert process.wait(5) == 0
+        finally:
+            process.kill()
+            site.close()
+
+
+def num_threads(process: subprocess.Popen[str]) -> int:
+    return len(list(Path(f"/proc/{process.pid}/task").iterdir()))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch):

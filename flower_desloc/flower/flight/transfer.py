@@ -8,7 +8,6 @@ long as the server, so that only nodes that were given one can connect.
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from bisect import bisect_right
@@ -41,11 +40,11 @@ _PIECE = 1 << 20
 _SMALL = 1 << 16
 """Smaller parts are sent together."""
 IDLE: Final = 60.0
-"""Seconds in which a transfer must move by a piece."""
+"""Seconds in which a transfer must move by a piece; the server closes a connection without any."""
 _LEAST_RATE = 32_000
 """Bytes per second that a client expects of a transfer, after the first ``IDLE`` seconds."""
 _CALLS = 6
-"""Calls of one transfer, the first and those that continue it."""
+"""Calls of one transfer, the first and those that continue it; no more are open at a time."""
 _CONNECT = 10.0
 """Seconds for the first contact."""
 _LEAVE = 10.0
@@ -111,16 +110,16 @@ class _Transfer:
     size: int
     memory: Callable[[], Parts]
     """The bytes to give, or where to put those that come; called once, with the first call."""
-    cut: Callable[[str], None]
-    """Closes the connection to a peer."""
+    connections: "_Connections"
     received: int = 0
     is_spent: bool = False
     whole: threading.Event = field(default_factory=threading.Event)
     """Set when all bytes have come."""
+    open: "set[_Call]" = field(default_factory=set)
+    """The calls that have begun and not ended, whether or not they move bytes."""
     calls: int = 0
     peer: str = ""
-    """The address at the other end of the call in progress."""
-    moved: float = 0.0
+    """The address at the other end of the call that moves bytes."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: Parts | None = None
 
@@ -128,16 +127,95 @@ class _Transfer:
     def call(self, peer: str) -> Iterator[Parts]:
         """A call that moves bytes, the only one at a time: it takes the place of a broken one."""
         if (other := self.peer) not in ("", peer):
-            self.cut(other)
+            self.connections.cut(lambda connection: connection == _address(other))
         if not self.lock.acquire(timeout=_LEAVE / 2):
             raise flight.FlightUnavailableError("another call has this ticket")
         try:
-            self.peer, self.moved = peer, time.monotonic()
+            if self.is_spent:  # since the call began
+                raise flight.FlightUnauthorizedError("the ticket has been used")
+            self.peer = peer
+            self.moves()
             self.parts = self.parts or self.memory()
             yield self.parts
         finally:
             self.peer = ""
             self.lock.release()
+
+    def moves(self) -> None:
+        """Note that bytes of the call have moved."""
+        self.connections.moves(self.peer, self.node)
+
+
+_Address = tuple[str, int]
+
+
+class _Connections:
+    """The connections at a port: to close them is the only way to end a call from outside.
+
+    Flight does not show a call that waits for its first message, or one without a ticket.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._moved: dict[_Address, float] = {}
+        self._nodes: dict[_Address, int] = {}
+
+    def moves(self, peer: str, node: int) -> None:
+        """Note that bytes of a node's call have moved."""
+        self._nodes[_address(peer)] = node
+        self._moved[_address(peer)] = time.monotonic()
+
+    def cut(self, which: Callable[[_Address], bool]) -> None:
+        """Close the connections to some addresses."""
+        for address, connection in self._found():
+            if which(address):
+                with suppress(OSError):  # it has just ended
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def cut_node(self, node: int) -> None:
+        """Close the connections on which a node has moved bytes."""
+        self.cut(lambda address: self._nodes.get(address) == node)
+
+    def cut_idle(self) -> None:
+        """Close the connections on which nothing has moved for too long."""
+        now, found = time.monotonic(), set()
+
+        def is_idle(address: _Address) -> bool:
+            found.add(address)
+            return now - self._moved.setdefault(address, now) > IDLE
+
+        self.cut(is_idle)
+        for address in set(self._moved) - found:
+            self._moved.pop(address, None)
+            self._nodes.pop(address, None)
+
+    def _found(self) -> Iterator[tuple[_Address, socket.socket]]:
+        for file in list(Path("/dev/fd").iterdir()):
+            with suppress(OSError), _same_socket(int(file.name)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    theirs, ours = found.getpeername(), found.getsockname()
+                    if ours[1] == self.port:
+                        yield _plain(theirs[0], theirs[1]), found
+
+
+def _same_socket(number: int) -> socket.socket:
+    """Return another descriptor of a socket; raises ``OSError`` if it is none."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _address(peer: str) -> _Address:
+    """Return the address in gRPC's name of a peer, such as ipv6:%5B::1%5D:50000."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return _plain(host.strip("[]"), int(port))
+
+
+def _plain(host: str, port: int) -> _Address:
+    return host.removeprefix("::ffff:").partition("%")[0], port
 
 
 class TensorServer:
@@ -158,6 +236,7 @@ class TensorServer:
     def __init__(self, host: str, port: int) -> None:
         self._authority = trustme.CA(organization_name="flower-desloc")
         self._transfers: dict[str, _Transfer] = {}
+        self._connections = _Connections()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             # gRPC would share the port with another process of this user. Connections that have
             # just ended do not matter.
@@ -175,7 +254,7 @@ class TensorServer:
             )
         except pa.ArrowException as error:
             raise OSError(str(error)) from error
-        self.port: int = self._flight.port
+        self.port = self._connections.port = self._flight.port
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._cut_idle, daemon=True)
         self._watch.start()
@@ -208,53 +287,34 @@ class TensorServer:
         """Make tickets worthless, and end the transfers that are in progress."""
         for ticket in tickets:
             transfer = self._transfers.pop(ticket, None)
-            if transfer is not None and transfer.peer and not transfer.is_spent:
-                self._cut(transfer.peer)
+            if transfer is not None:
+                transfer.is_spent = True
+                if transfer.open:
+                    self._connections.cut_node(transfer.node)
 
     def close(self) -> None:
         """End all transfers and stop listening; leaves no thread."""
         if self._ended.is_set():
             return
         self._ended.set()
-        open_ = list(self._transfers.values())
         self._transfers.clear()
         # Flight waits for calls in progress without end.
         ending = threading.Thread(target=self._flight.shutdown, daemon=True)
         ending.start()
         deadline = time.monotonic() + _LEAVE
         while ending.is_alive() and time.monotonic() < deadline:
-            for peer in {transfer.peer for transfer in open_} - {""}:
-                self._cut(peer)
+            self._connections.cut(lambda _: True)
             ending.join(0.1)
         self._watch.join()
 
     def _ticket(self, node: int, method: Any, size: int, memory: Callable[[], Parts]) -> str:
         ticket = secrets.token_hex(32)
-        self._transfers[ticket] = _Transfer(node, method, size, memory, self._cut)
+        self._transfers[ticket] = _Transfer(node, method, size, memory, self._connections)
         return ticket
 
     def _cut_idle(self) -> None:
         while not self._ended.wait(IDLE / 20):
-            for transfer in list(self._transfers.values()):
-                if (peer := transfer.peer) and time.monotonic() - transfer.moved > IDLE:
-                    self._cut(peer)
-
-    def _cut(self, peer: str) -> None:
-        """Close the connection to a peer: Flight has no way to end a call from outside."""
-        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-        remote = host.strip("[]").removeprefix("::ffff:"), int(port)
-        for file in list(Path("/dev/fd").iterdir()):
-            with suppress(OSError):
-                number = int(file.name)
-                if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(number)) as found:
-                    if found.family not in (socket.AF_INET, socket.AF_INET6):
-                        continue  # an address of another kind
-                    theirs, ours = found.getpeername(), found.getsockname()
-                    here = theirs[0].removeprefix("::ffff:"), theirs[1]
-                    if here == remote and ours[1] == self.port:
-                        found.shutdown(socket.SHUT_RDWR)
+            self._connections.cut_idle()
 
 
 class TensorClient:
@@ -351,7 +411,7 @@ class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow
     def __init__(self, transfers: dict[str, _Transfer]) -> None:
         self._transfers = transfers
 
-    def start_call(self, info: Any, headers: dict[str, Sequence[str]]) -> "_Ticket":
+    def start_call(self, info: Any, headers: dict[str, Sequence[str]]) -> "_Call":
         (ticket,) = headers.get(_TICKET, [""])[:1]
         transfer = self._transfers.get(ticket)
         if transfer is None:
@@ -361,13 +421,22 @@ class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow
                 raise flight.FlightUnauthorizedError("the ticket is for the other direction")
             if transfer.is_spent:
                 raise flight.FlightUnauthorizedError("the ticket has been used")
+        if len(transfer.open) == _CALLS:
+            raise flight.FlightUnavailableError("too many calls have this ticket")
         offset = headers.get(_OFFSET, [""])[0]
-        return _Ticket(transfer, int(offset) if offset.isdecimal() and len(offset) < 20 else 0)
+        return _Call(transfer, int(offset) if offset.isdecimal() and len(offset) < 20 else 0)
 
 
-class _Ticket(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no types
+class _Call(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no types
+    """A call from its headers to its end."""
+
     def __init__(self, transfer: _Transfer, offset: int) -> None:
         self.transfer, self.offset = transfer, offset
+        transfer.open.add(self)
+
+    def call_completed(self, exception: Exception | None) -> None:
+        del exception
+        self.transfer.open.discard(self)
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
@@ -395,7 +464,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                     )
                 parts.write(transfer.received, data)
                 transfer.received += len(data)
-                transfer.moved = time.monotonic()
+                transfer.moves()
             if transfer.received < transfer.size:
                 raise flight.FlightUnavailableError(
                     f"ended after {transfer.received} of {transfer.size} bytes"
@@ -413,22 +482,22 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
 def _claimed(context: Any, *, is_transfer: bool = True) -> tuple[_Transfer, int]:
     """Return the transfer that a call may take up, and where; raises for another node's ticket."""
-    ticket = context.get_middleware(_TICKET)
-    transfer: _Transfer = ticket.transfer
+    call = context.get_middleware(_TICKET)
+    transfer: _Transfer = call.transfer
     if context.peer_identity() != _name(transfer.node).encode():
         raise flight.FlightUnauthorizedError("the ticket is another node's")
     if is_transfer:
         transfer.calls += 1
-        if transfer.calls > _CALLS or ticket.offset > transfer.size:
+        if transfer.calls > _CALLS or call.offset > transfer.size:
             raise flight.FlightUnauthorizedError("the ticket has been used too often")
-    return transfer, ticket.offset
+    return transfer, call.offset
 
 
 def _given(transfer: _Transfer, offset: int, peer: str) -> Iterator[Any]:
     with transfer.call(peer) as parts:
         for piece in parts.pieces(offset):
             yield _batch(piece)
-            transfer.moved = time.monotonic()
+            transfer.moves()
 
 
 def _name(node: int) -> str:
