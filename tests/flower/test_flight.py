@@ -367,9 +367,13 @@ def test_a_site_cannot_stand_in_for_the_server(peers):
 
 
 class Relay:
-    """A TCP relay in front of the server that cuts its connections after so many bytes."""
+    """A TCP relay in front of the server that cuts its connections after so many bytes.
 
-    def __init__(self, port: int, breaks: list[int]) -> None:
+    With ``silently`` it carries nothing more and keeps them open, as when the power is gone.
+    """
+
+    def __init__(self, port: int, breaks: list[int], *, silently: bool = False) -> None:
+        self.silently, self.ended = silently, threading.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.port, self.breaks = port, breaks
@@ -388,15 +392,18 @@ class Relay:
                     self.threads.append(threading.Thread(target=self._copy, args=(*pair, left)))
                     self.threads[-1].start()
 
-    @staticmethod
-    def _copy(source: socket.socket, sink: socket.socket, left: list[int]) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket, left: list[int]) -> None:
         with suppress(OSError):
             while (data := source.recv(1 << 16)) and left[0] > len(data):
                 left[0] -= len(data)
                 sink.sendall(data)
+            if data and self.silently:
+                left[0] = 0
+                self.ended.wait()
         cut(source, sink)
 
     def close(self) -> None:
+        self.ended.set()
         cut(self.listener, *self.sockets)
         for thread in self.threads:
             thread.join()
@@ -424,6 +431,18 @@ def test_a_broken_transfer_continues_where_it_stopped(peers, direction, share):
             assert peers.memory == DATA
         assert len(relay.sockets) >= 4  # two connections
         client.close()
+
+
+@pytest.mark.parametrize("direction", ["give", "take"])
+def test_a_silent_connection_is_left_for_a_new_one(peers, monkeypatch, direction):
+    monkeypatch.setattr(transfer, "IDLE", 1.5)
+    relay = Relay(peers.server.port, [len(DATA) // 2], silently=True)
+    with closing(relay), closing(TensorClient(relay.address, peers.server.credentials(NODE))) as c:
+        if direction == "give":
+            assert got(c, peers.give()) == DATA
+        else:
+            c.put(peers.take(), Parts([DATA]))
+            assert peers.memory == DATA
 
 
 def test_a_server_that_is_gone_ends_the_transfer(peers, monkeypatch):

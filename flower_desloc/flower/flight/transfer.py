@@ -321,13 +321,21 @@ class TensorClient:
     """A node's connection to a ``TensorServer`` at ``address``, its host and port."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
+        # A connection on which pings are not answered is broken: without them, a call on it would
+        # wait for its whole time. The server closes it before pings are too many for gRPC.
+        idle = int(1000 * IDLE)
         self._client = flight.FlightClient(
             f"grpc+tls://{address}",
             tls_root_certs=credentials.authority,
             cert_chain=credentials.certificate,
             private_key=credentials.key,
             override_hostname=_SERVER,  # the authority is the server's own
-            generic_options=[(b"grpc.use_local_subchannel_pool", 1)],  # no other's backoff
+            generic_options=[
+                (b"grpc.use_local_subchannel_pool", 1),  # no other's backoff
+                (b"grpc.keepalive_time_ms", idle // 3),
+                (b"grpc.keepalive_timeout_ms", idle // 3),
+                (b"grpc.http2.ping_timeout_ms", idle),  # of pings that measure a link
+            ],
         )
 
     def get(self, ticket: str, parts: Parts) -> None:
