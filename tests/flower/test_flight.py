@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -676,6 +676,61 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from flower_desloc.flower.flight.transfer import TensorServer
+server = TensorServer("127.0.0.1", 0)
+print(server.port, flush=True)
+sys.stdin.readline()
+open("/dev/null").close()
+server.close()
+"""
+
+
+def test_strangers_connections_leave_files_to_the_run():
+    command, pipe = [sys.executable, "-c", FEW_FILES], subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process,
+        ExitStack() as strangers,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        for _ in range(200):
+            strangers.enter_context(socket.create_connection(address))
+        # Those that it cannot have are not accepted, and wait.
+        files = Path(f"/proc/{process.pid}/fd")
+        wait_until(lambda: len(list(files.iterdir())) >= 120)
+        process.communicate("open\n", timeout=10)
+        assert process.returncode == 0
+
+
+def test_a_stranger_s_connection_is_closed(monkeypatch):
+    monkeypatch.setattr(transfer, "IDLE", 0.5)
+    with closing(Peers().server) as server:
+        stranger = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+def test_a_server_without_a_descriptor_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(transfer, "IDLE", 0.5)
+    peers = Peers()
+
+    def none_left(_):
+        raise OSError(24, "Too many open files")
+
+    with closing(peers.server), monkeypatch.context() as patch:
+        client = stalled(peers, "get")
+        patch.setattr(Path, "iterdir", none_left)
+        peers.server.revoke(list(peers.server._transfers))
+        time.sleep(0.1)  # four looks of the watch
+        assert peers.server._watch.is_alive()
+        assert "cannot be closed: [Errno 24]" in caplog.text
+    del client
 
 
 def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch):

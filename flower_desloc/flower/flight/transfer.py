@@ -6,6 +6,7 @@ long as the server, so that only nodes that were given one can connect.
 """
 
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from logging import WARNING
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
 from flower_desloc.core.extras import to_install
+from flower_desloc.flower.internals import log
 
 try:
     import pyarrow as pa
@@ -167,10 +170,13 @@ class _Connections:
 
     def cut(self, which: Callable[[_Address], bool]) -> None:
         """Close the connections to some addresses."""
-        for address, connection in self._found():
-            if which(address):
-                with suppress(OSError):  # it has just ended
-                    connection.shutdown(socket.SHUT_RDWR)
+        try:
+            for address, connection in self._found():
+                if which(address):
+                    with suppress(OSError):  # it has just ended
+                        connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:  # neither the run nor the watch ends for want of a descriptor
+            log(WARNING, "connections at port %d cannot be closed: %s", self.port, error)
 
     def cut_node(self, node: int) -> None:
         """Close the connections on which a node has moved bytes."""
@@ -196,6 +202,13 @@ class _Connections:
                     theirs, ours = found.getpeername(), found.getsockname()
                     if ours[1] == self.port:
                         yield _plain(theirs[0], theirs[1]), found
+
+
+def _raise_limit_of_files() -> None:
+    """Let this process have as many files as it may: whoever reaches the port can open some."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS states more than it allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _same_socket(number: int) -> socket.socket:
@@ -237,6 +250,7 @@ class TensorServer:
         self._authority = trustme.CA(organization_name="flower-desloc")
         self._transfers: dict[str, _Transfer] = {}
         self._connections = _Connections()
+        _raise_limit_of_files()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             # gRPC would share the port with another process of this user. Connections that have
             # just ended do not matter.
