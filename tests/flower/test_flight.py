@@ -20,7 +20,8 @@ import pytest
 import torch
 from federation import OPTIMIZERS
 from flower_path import Run, free_address
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 from pyarrow import flight
 from scripts import ROOT
 
@@ -130,6 +131,25 @@ def test_a_transfer_that_fails_is_repeated_by_message(tmp_path, monkeypatch, dir
     (event,) = [e for record in run.watch.records for e in record.events]
     assert event.kind == "by message"
     assert "unplugged" in event.what
+
+
+@pytest.mark.parametrize("message_type", ["query.hello", "train"])
+def test_only_a_greeting_connects_for_nothing(tmp_path, monkeypatch, message_type):
+    monkeypatch.setattr(at_site, "state_folder", lambda _: tmp_path)
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+    pems: dict[str, bytes] = dict.fromkeys(
+        ("authority", "certificate", "private-key", "key", "digest"), b""
+    )
+    beside = ConfigRecord(
+        {"address": free_address(), **pems, "arrays": b"[]", "get": "", "bundles": False}
+    )
+    message = Message(RecordDict({FLIGHT: beside}), 1, message_type)
+    empty = partial(Message, RecordDict())
+    reply = at_site.arrays_by_flight(
+        message, Context(1, 1, {}, RecordDict(), {}), lambda m, _: empty(reply_to=m)
+    )
+    record = reply.content.config_records.get(FLIGHT)
+    assert (record is not None and bool(record["by-message"])) == (message_type == "query.hello")
 
 
 def test_a_reply_is_left_out_if_its_digest_is_another(tmp_path):

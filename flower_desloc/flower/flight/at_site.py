@@ -41,7 +41,7 @@ def arrays_by_flight(
     is_greeting = message.metadata.message_type == HELLO
     why = ""
     try:
-        message.content.update(_fetched(record, state_folder(context)))
+        message.content.update(_fetched(record, state_folder(context), tries=is_greeting))
     except (ImportError, RuntimeError) as error:
         why = _reason(record, error)
         if not is_greeting:
@@ -58,10 +58,13 @@ def arrays_by_flight(
     return reply
 
 
-def _fetched(record: ConfigRecord, folder: Path) -> dict[str, ArrayRecord]:
+def _fetched(record: ConfigRecord, folder: Path, *, tries: bool) -> dict[str, ArrayRecord]:
+    """Return the arrays of a request; where there are none, only connect if it ``tries`` to."""
     from flower_desloc.flower.flight.transfer import Parts, TransferError
 
     rows = body.rows_from_json(_value(record, "arrays", bytes))
+    if not (rows or tries):
+        return {}
     is_large = sum(row[-1] for row in rows) > _LARGE
     data = body.mapped(rows, folder) if is_large else body.memory(rows)
     try:
