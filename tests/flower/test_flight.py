@@ -115,6 +115,16 @@ def test_a_site_that_cannot_reach_the_server_is_sent_messages(tmp_path, monkeypa
     assert (event.kind, event.client) == ("by message", "client-1")
 
 
+def test_a_reply_that_stays_in_its_message_may_have_bundles(tmp_path, monkeypatch):
+    monkeypatch.setattr(body, "expected_rows", lambda *_: None)
+    run = trained(tmp_path / "a", free_address())
+    trains = [m for m in run.grid.sent if m.metadata.message_type == "train"]
+    assert all(
+        FLIGHT in m.content and m.content.config_records["config"]["bundles"] for m in trains
+    )
+    assert equal(run, trained(tmp_path / "b", None))
+
+
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_a_transfer_that_fails_is_repeated_by_message(tmp_path, monkeypatch, direction):
     works = getattr(TensorClient, direction)

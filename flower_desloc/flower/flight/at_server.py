@@ -110,18 +110,11 @@ class Carrier:
         down = body.rows_of(arrays)
         data = [memoryview(a.data) for record in arrays.values() for a in record.values()]
         size = self._give(record, opened, node, data)
-        record.update(
-            {
-                "arrays": body.rows_to_json(down),
-                "key": key,
-                "digest": tag,
-                "bundles": config.get("bundles") is True,
-            }
-        )
-        config["bundles"] = False
+        record.update({"arrays": body.rows_to_json(down), "key": key, "digest": tag})
+        record["bundles"] = config.get("bundles") is True
         if rows is not None:
             self._take(record, opened, node, _Upload(rows, body.new_key()))
-            config["by-flight"] = True
+            config["by-flight"], config["bundles"] = True, False
         for name in arrays:
             del message.content[name]
         message.content[FLIGHT] = record
