@@ -46,8 +46,10 @@ IDLE: Final = 60.0
 """Seconds in which a transfer must move by a piece; the server closes a connection without any."""
 _LEAST_RATE = 32_000
 """Bytes per second that a client expects of a transfer, after the first ``IDLE`` seconds."""
+_PATIENCE = 30.0
+"""Seconds after an error in which a transfer must continue: the server waits at least a minute."""
 _CALLS = 6
-"""Calls of one transfer, the first and those that continue it; no more are open at a time."""
+"""Calls of one transfer that may be open at a time: the server may not know that one is broken."""
 _CONNECT = 10.0
 """Seconds for the first contact."""
 _LEAVE = 10.0
@@ -120,7 +122,6 @@ class _Transfer:
     """Set when all bytes have come."""
     open: "set[_Call]" = field(default_factory=set)
     """The calls that have begun and not ended, whether or not they move bytes."""
-    calls: int = 0
     peer: str = ""
     """The address at the other end of the call that moves bytes."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -356,7 +357,7 @@ class TensorClient:
         """Fill ``parts`` with the bytes of a ticket; raises ``TransferError``."""
         received = 0
 
-        def once(_attempt: int) -> None:
+        def once() -> None:
             nonlocal received
             options = self._options(ticket, received, parts.size)
             for chunk in self._client.do_get(flight.Ticket(b""), options):
@@ -368,24 +369,26 @@ class TensorClient:
             if received < parts.size:
                 raise flight.FlightUnavailableError(f"ended after {received} of {parts.size} bytes")
 
-        self._persist(once, 1 if parts.size == 0 else _CALLS)
+        self._persist(once, lambda: received, _PATIENCE if parts.size else 0.0)
         with suppress(flight.FlightError, pa.ArrowException):
             self._act(_DONE, ticket)
 
     def put(self, ticket: str, parts: Parts) -> None:
         """Send the bytes of ``parts`` for a ticket; raises ``TransferError``."""
+        sent = -1  # before the first call
 
-        def once(attempt: int) -> None:
-            offset = int(self._act(_RECEIVED, ticket)) if attempt else 0
-            if offset == parts.size > 0:
+        def once() -> None:
+            nonlocal sent
+            sent = int(self._act(_RECEIVED, ticket)) if sent >= 0 else 0
+            if sent == parts.size > 0:
                 return  # only the answer was lost
             writer, answers = self._client.do_put(
                 flight.FlightDescriptor.for_command(b""),
                 _SCHEMA,
-                self._options(ticket, offset, parts.size),
+                self._options(ticket, sent, parts.size),
             )
             try:
-                for piece in parts.pieces(offset):
+                for piece in parts.pieces(sent):
                     writer.write_batch(_batch(piece))
                 writer.done_writing()
                 answer = answers.read()
@@ -394,7 +397,7 @@ class TensorClient:
             if answer is None:
                 raise flight.FlightUnavailableError("ended without an answer")
 
-        self._persist(once, _CALLS)
+        self._persist(once, lambda: sent, _PATIENCE)
 
     def close(self) -> None:
         """Close the connection."""
@@ -414,17 +417,22 @@ class TensorClient:
         return flight.FlightCallOptions(timeout=seconds, headers=pairs)
 
     @staticmethod
-    def _persist(once: Callable[[int], None], calls: int) -> None:
-        """Call ``once``, and again after an error that may pass."""
-        for attempt in range(calls):
+    def _persist(once: Callable[[], None], moved: Callable[[], int], seconds: float) -> None:
+        """Call ``once``, and again after an error, until for ``seconds`` no bytes have moved."""
+        since: float | None = None
+        before, pause = 0, 0.0
+        while True:
             try:
-                return once(attempt)
+                return once()
             except (flight.FlightError, pa.ArrowException, OSError) as error:
+                now = time.monotonic()
+                if since is None or moved() > before:
+                    since, before, pause = now, moved(), 0.2
                 is_refused = isinstance(error, flight.FlightUnauthorizedError)
-                if is_refused or attempt == calls - 1:
+                if is_refused or now - since >= seconds:
                     raise TransferError(_first_line(error)) from error
-            time.sleep(min(0.2 * 2**attempt, 3.0))
-        raise AssertionError
+            time.sleep(pause)
+            pause = min(2 * pause, 3.0)
 
 
 class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
@@ -496,22 +504,18 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
         writer.write(b"whole")
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
-        transfer = _claimed(context, is_transfer=False)[0]
+        transfer, _ = _claimed(context)
         if action.type == _DONE:
             transfer.is_spent = True
         return [str(transfer.received).encode()]
 
 
-def _claimed(context: Any, *, is_transfer: bool = True) -> tuple[_Transfer, int]:
+def _claimed(context: Any) -> tuple[_Transfer, int]:
     """Return the transfer that a call may take up, and where; raises for another node's ticket."""
     call = context.get_middleware(_TICKET)
     transfer: _Transfer = call.transfer
     if context.peer_identity() != _name(transfer.node).encode():
         raise flight.FlightUnauthorizedError("the ticket is another node's")
-    if is_transfer:
-        transfer.calls += 1
-        if transfer.calls > _CALLS or call.offset > transfer.size:
-            raise flight.FlightUnauthorizedError("the ticket has been used too often")
     return transfer, call.offset
 
 
