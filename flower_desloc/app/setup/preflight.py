@@ -209,6 +209,11 @@ class Needs:
         checkpoints = _CHECKPOINTS if self.config.run.checkpoint_every else 0
         return checkpoints * self._averaged + self.weight_bytes
 
+    def waiting_disk_bytes(self, clients: int) -> int:
+        """Return the disk space of replies that wait for their turn beside Flower's messages."""
+        beside = self.config.federation.data_address is not None and not self.config.sync_delay
+        return clients * self._due(self.sent_up) if beside else 0
+
     @property
     def _kept(self) -> int:
         return sum(size for name, size in self.sizes.items() if name != GRADIENTS)
@@ -340,7 +345,12 @@ def on_the_server(
         "the server", sum(needs.server_bytes().values()), total, "use a larger machine"
     )
     change = "give another --output-dir, or set run.checkpoint_every=0"
-    yield from _disk(needs.server_disk_bytes(), folder, change)
+    waiting = needs.waiting_disk_bytes(len(clients))
+    if waiting:
+        change += (
+            f", or federation.data_address=null: {bytes_text(waiting)} of it are replies that wait"
+        )
+    yield from _disk(needs.server_disk_bytes() + waiting, folder, change)
 
 
 def _memory(

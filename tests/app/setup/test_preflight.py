@@ -186,6 +186,21 @@ def clients(memory):
     return {"client-0": ClientInfo(device="cpu", memory_total=int(memory))}
 
 
+def test_replies_that_wait_beside_messages_are_on_the_server_s_disk(monkeypatch, tmp_path):
+    beside = f"{TINY} federation.data_address=127.0.0.1:8443"
+    needs = Needs(load("quickstart", beside))
+    folder_only = needs.server_disk_bytes()
+    usage = Mock(return_value=Mock(free=folder_only + 2 * needs.waiting_disk_bytes(1) - 1))
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    one = clients(1e12)
+    two = {**one, "client-1": one["client-0"]}
+    assert not [*on_the_server(needs, one, tmp_path)]
+    (found,) = on_the_server(needs, two, tmp_path)
+    assert "federation.data_address=null" in found.what
+    for without in (TINY, f"{beside} sync_delay=1"):
+        assert not [*on_the_server(Needs(load("quickstart", without)), two, tmp_path)]
+
+
 def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_path):
     need = sum(Needs(load("quickstart", TINY)).client_bytes(CPU).values())
 
