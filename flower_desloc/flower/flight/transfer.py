@@ -436,7 +436,10 @@ class TensorClient:
 
 
 class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
-    """Refuses a call without a ticket that is good for it, before Flight reads what it brings."""
+    """Refuses a call without a ticket that is good for it, before Flight reads any piece of a put.
+
+    gRPC has read the one message of a get or of an action by then.
+    """
 
     def __init__(self, transfers: dict[str, _Transfer]) -> None:
         self._transfers = transfers
