@@ -29,7 +29,7 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
 from flower_desloc.flower.arrays import from_record, stated, to_array
 from flower_desloc.flower.client import DesLocClient
-from flower_desloc.flower.flight import FLIGHT, at_site, body, transfer
+from flower_desloc.flower.flight import FLIGHT, at_server, at_site, body, transfer
 from flower_desloc.flower.flight.transfer import Parts, TensorClient, TensorServer, TransferError
 from flower_desloc.flower.policy import Policy
 
@@ -254,12 +254,12 @@ def test_the_size_of_an_array_is_known_before_it_is_there(shape, dtype):
 class Peers:
     """A server, and connections of its nodes."""
 
-    def __init__(self) -> None:
-        self.server = TensorServer("127.0.0.1", 0)
+    def __init__(self, interface: str = "127.0.0.1", host: str = "127.0.0.1") -> None:
+        self.server, self.host = TensorServer(interface, 0), host
         self.memory = bytearray(len(DATA))
 
     def client(self, node: int = NODE) -> TensorClient:
-        return TensorClient(f"127.0.0.1:{self.server.port}", self.server.credentials(node))
+        return TensorClient(f"{self.host}:{self.server.port}", self.server.credentials(node))
 
     def give(self) -> str:
         return self.server.give(NODE, Parts([DATA[:1000], DATA[1000:]]))
@@ -613,6 +613,12 @@ def stalled(peers, direction: str) -> TensorClient:
     return client
 
 
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return socket.has_dualstack_ipv6()
+    return False
+
+
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_a_stalled_site_holds_nobody_up(peers, monkeypatch, direction):
     client = stalled(peers, direction)
@@ -622,6 +628,20 @@ def test_a_stalled_site_holds_nobody_up(peers, monkeypatch, direction):
     while any(t.peer for t in peers.server._transfers.values()):
         assert time.monotonic() < deadline, "its transfer has a thread"
         time.sleep(0.05)
+    del client
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="there is no IPv6")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_server_with_a_name_is_reached_by_either_address(host):
+    # gRPC listens at addresses of both kinds: one has the other kind's form in the kernel.
+    peers = Peers(at_server._interface("fed.example.org"), host)
+    with closing(peers.server):
+        assert got(peers.client(), peers.give()) == DATA
+        client = stalled(peers, "get")
+        transfers = dict(peers.server._transfers)
+        peers.server.revoke(transfers)
+        wait_until(lambda: not any(each.open for each in transfers.values()))
     del client
 
 
