@@ -811,11 +811,15 @@ def test_a_server_without_a_descriptor_goes_on(monkeypatch, caplog):
     del client
 
 
-def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch):
+@pytest.mark.parametrize("system", ["full", "macOS"])
+def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch, system):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", full)
+    if system == "full":
+        monkeypatch.setattr("os.posix_fallocate", full)
+    else:
+        monkeypatch.delattr("os.posix_fallocate")
     rows = [("params", "x", "float32", (2,), "numpy.ndarray", 136)]
     (view,) = body.mapped(rows, tmp_path)
     view[:] = bytes(range(136))

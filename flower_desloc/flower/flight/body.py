@@ -91,7 +91,8 @@ def memory(rows: Iterable[Row]) -> list[memoryview]:
 def mapped(rows: Iterable[Row], folder: Path) -> list[memoryview]:
     """Return memory for the data of each array that is a file without a name in ``folder``.
 
-    The kernel can write it to the disk when memory is short. On a full disk it is ordinary memory.
+    The kernel can write it to the disk when memory is short. On a full disk, and where the
+    system cannot reserve space, it is ordinary memory.
     """
     rows = list(rows)
     length = _length(rows)
@@ -100,7 +101,7 @@ def mapped(rows: Iterable[Row], folder: Path) -> list[memoryview]:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, length)  # or a full disk would be a SIGBUS
             whole = mmap.mmap(file.fileno(), length)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # macOS has no posix_fallocate
         log(WARNING, "tensors are held in memory, not in %s: %s", folder, error)
         whole = _anonymous(length)
     return _cut(rows, whole)
