@@ -118,9 +118,12 @@ class Checkpoints:
 
     def delete_after(self, step: int) -> None:
         """Delete the checkpoints after ``step``, from which the run is repeated."""
-        for path in self.all():
-            if path > self._path(step):
-                path.unlink()
+        for path in set(self.all()) - set(self.up_to(step)):
+            path.unlink()
+
+    def up_to(self, step: int) -> list[Path]:
+        """Return the checkpoints up to ``step``, oldest first."""
+        return [path for path in self.all() if path <= self._path(step)]
 
     def all(self) -> list[Path]:
         """Return the checkpoints in the folder, oldest first."""

@@ -202,10 +202,10 @@ class StateMemory:
                 used += path.stat().st_size
         return used + size <= self.limit and size <= shutil.disk_usage(self.folder).free
 
-    def move_to_disk(self, run_key: str) -> None:
-        """Move the last states of a run's clients to the disk, where a resume looks for them."""
+    def move_to_disk(self, run_key: str, step: int) -> None:
+        """Move what a resume after ``step`` looks for of a run's clients to the disk."""
         for client in self.folder.glob(f"{run_key}/*"):
-            StateFiles(self.disk, run_key, client.name, self).move_to_disk()
+            StateFiles(self.disk, run_key, client.name, self).move_to_disk(step)
 
 
 class StateFiles:
@@ -346,9 +346,12 @@ class StateFiles:
         size = sum(tensor.nbytes for stream in tensors.values() for tensor in stream.values())
         return self._folders[-1] if self._memory.has_room(size) else self.folder
 
-    def move_to_disk(self) -> None:
-        """Move the last state to the disk, if it is in memory; raises ``OSError`` as ``write``."""
-        for path in self._files()[-1:]:
+    def move_to_disk(self, step: int) -> None:
+        """Move the last state up to ``step`` to the disk, if it is in memory.
+
+        Raises ``OSError`` as ``write``.
+        """
+        for path in [path for path in self._files() if _step(path) <= step][-1:]:
             if path.parent == self.folder:
                 continue
             try:

@@ -132,6 +132,8 @@ class Members:
 
     def new_nodes(self) -> list[int]:
         """Return the nodes online whose client is not known, and that may come."""
+        # One that has gone since its client moved may be where the client returns.
+        self._moved_from &= set(self._grid.get_node_ids())
         known = {member.node_id for member in self._known.values()} | self._moved_from
         new = (node_id for node_id in sorted(self._nodes()) if node_id not in known)
         return [node_id for node_id in new if not self._refusal_of(None, node_id)]

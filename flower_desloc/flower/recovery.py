@@ -82,7 +82,7 @@ class Recovery(RoundHook):
     def _write(self, checkpoints: Checkpoints, number: int, failures: Mapping[str, int]) -> None:
         state, loop = self._state, self._loop
         if (memory := StateMemory.of_environment()) is not None:  # of clients that were not asked
-            memory.move_to_disk(loop.run_key)
+            memory.move_to_disk(loop.run_key, state.step)
         checkpoints.write(
             Checkpoint(
                 run_key=loop.run_key,

@@ -257,15 +257,18 @@ class RoundLoop:
         for repeat in range(1 + self.policy.repeats):
             # An absent client may be back, at another node; a silent one may answer.
             if repeat > 0 or (self.exchange.silent and self.members.too_few()):
-                self.members.wait_for_quorum(self._listen)
+                try:
+                    self.members.wait_for_quorum(self._listen)
+                except FederationError:
+                    self._give_up()
+                    raise
                 self._welcome()
             if (metrics := attempt()) is not None:
                 return metrics
             log(WARNING, "%s has too few usable replies: %s", self.round, self.round.left_out)
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
-        for hook in self.hooks:
-            hook.gave_up(self.round.failures)
+        self._give_up()
         nodes = self.members.failed_nodes
         silent = self.members.silent
         wait = f"; federation.timeout={self.policy.timeout:g} is the longest wait in seconds"
@@ -275,6 +278,10 @@ class RoundLoop:
             f"through federation.repeats={self.policy.repeats} repeats; "
             f"left out: {nodes | self.round.left_out or 'none'}{silent}{wait if silent else ''}"
         )
+
+    def _give_up(self) -> None:
+        for hook in self.hooks:
+            hook.gave_up(self.round.failures)
 
     def without_state(self, node_id: int) -> Member:
         """Return the client of a node, which has replied that it has lost its state."""

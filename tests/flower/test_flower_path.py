@@ -23,6 +23,8 @@ from reference import Tree
 from torch.nn import BatchNorm1d
 
 from flower_desloc import (
+    Checkpoint,
+    Checkpoints,
     ClientInfo,
     DesLoc,
     InProcessGrid,
@@ -225,6 +227,40 @@ def test_a_client_that_moves_in_a_repeated_window_loses_nothing(tmp_path):
     (record,) = [r for r in run.watch.records if r.start == 4]
     assert [e.kind for e in record.events] == ["failed", "repeated", "moved"]
     assert record.events[-1].what == "from node 2 to node 77"
+
+
+def test_a_client_may_move_back_to_the_node_it_came_from(tmp_path):
+    """As when a site fails over to another SuperNode and back: a node's id is its key's."""
+    run = Run("adam", (2, 2, 2), tmp_path, num_steps=10, policy=Policy(on_failure="continue"))
+    nodes = run.grid.contexts
+    site = nodes[2].node_config
+
+    def move(record: WindowRecord) -> None:
+        if record.step in (2, 8):
+            nodes.pop(2 if record.step == 2 else 77, None)
+            number = 77 if record.step == 2 else 2
+            nodes[number] = Context(1, number, site, RecordDict(), {})
+        if record.step == 6:
+            del nodes[77]
+
+    run.watch.after.append(move)
+    run.start()
+    events = [e for record in run.watch.records for e in record.events]
+    assert [e.kind for e in events] == ["moved", "left", "moved"]
+    assert len(run.watch.records[-1].clients) == 3
+
+
+def test_a_run_whose_clients_have_gone_stops_with_a_checkpoint(tmp_path):
+    policy = Policy(on_failure="continue", min_clients=3, timeout=0.2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", every=5)
+    run = Run(
+        "adam", (1, 1, 1), tmp_path, num_steps=6, policy=policy, checkpoints=checkpoints,
+        present=lambda m, step: m != 1 or step < 3,
+    )  # fmt: skip
+    run.leave(0)
+    with pytest.raises(FederationError, match=r"only 2 of federation\.min_clients=3"):
+        run.start()
+    assert [Checkpoint.read(path).step for path in checkpoints.all()] == [0, 3]
 
 
 def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):

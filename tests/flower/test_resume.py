@@ -19,6 +19,7 @@ from flwr.app import Error, Message
 
 from flower_desloc import SyncSchedule
 from flower_desloc.app.config import ConfigError, dump, load
+from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs.resume import to_resume
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
@@ -274,6 +275,24 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
     assert outcome(case.run(tmp_path / "killed", resume=True)) == outcome(whole.run)
 
 
+def test_auto_resumes_from_no_window_that_is_off_the_record(tmp_path):
+    """A start from an earlier checkpoint may end after it has rewound the record."""
+    config = load("quickstart")
+    folder = RunFolder.create(tmp_path, "quickstart")
+    folder.write_config(dump(config))
+    checkpoints = Checkpoints(folder.checkpoints, 1, dump(config))
+    for number in range(4):
+        folder.append_metrics({"round": number, "step": 4 * number, "evaluation": {}})
+        if number >= 2:  # the last two are kept
+            checkpoints.write(a_checkpoint(round=number, step=4 * number))
+    folder.rewind(2)
+    for resume in ("auto", str(folder.path)):
+        found = to_resume(load("quickstart", f"run.resume={resume}"), tmp_path)
+        assert found is not None
+        assert found[1].round == 2
+    assert len(checkpoints.all()) == 2  # of which the next start deletes what it repeats
+
+
 def test_a_run_that_a_broken_client_ended_is_resumed_with_another(tmp_path):
     """It draws whom a repeat would have drawn, also from a checkpoint of an earlier window."""
 
@@ -296,6 +315,33 @@ def test_a_run_that_a_broken_client_ended_is_resumed_with_another(tmp_path):
     assert outcome(case.run(tmp_path / "run", resume=True)) == outcome(
         repeating.run(tmp_path / "repeating")
     )
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_run_that_stays_below_the_quorum_is_resumed_with_all_local_steps(tmp_path, in_memory):
+    """The clients that took part in the failed window have a later state than the checkpoint."""
+    left = [1]
+
+    def fail(message: Message) -> Message | None:
+        at = (message.metadata.message_type, message.content["config"]["start-step"])
+        if (*at, message.metadata.dst_node_id) != ("train", 8, 3) or not left[0]:
+            return None
+        left[0] -= 1
+        return Message(Error(2, "disk"), reply_to=message)
+
+    policy = Policy(min_clients=3, on_failure="continue", repeats=1)
+    case = Case(
+        "adam", (4, 9, 12), every=3, policy=policy, instead=fail, in_memory=in_memory,
+        options={"num_steps": 12},
+    )  # fmt: skip
+    repeated = case.run(tmp_path / "repeated")
+    left[0] = 1
+    case = dataclasses.replace(case, policy=dataclasses.replace(policy, repeats=0))
+    with pytest.raises(FederationError, match="repeats=0"):
+        case.run(tmp_path / "run")
+    resumed = case.run(tmp_path / "run", resume=True)
+    assert outcome(resumed) == outcome(repeated)
+    assert not [e for record in resumed.watch.records for e in record.events]
 
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):

@@ -189,10 +189,22 @@ def test_the_last_states_of_a_run_are_moved_to_the_disk(tmp_path):
     for run, client in (("run", "client-0"), ("run", "client-1"), ("other", "client-0")):
         for step in (1, 2):
             StateFiles(disk, run, client, memory).write(window(step), for_resume=False)
-    memory.move_to_disk("run")
+    memory.move_to_disk("run", 2)
     assert steps_in(disk) == [2, 2]
     assert steps_in(here) == [1, 1, 1, 2]
     assert value(StateFiles(disk, "run", "client-1")) == 2
+
+
+def test_a_window_that_failed_is_repeated_from_states_that_are_on_the_disk(tmp_path):
+    """A client that took part in it has a later state; the server resumes before it."""
+    disk, here = tmp_path / "disk", tmp_path / "memory"
+    here.mkdir()
+    memory = StateMemory(here, disk, 1 << 20)
+    for step in (1, 2):
+        StateFiles(disk, "run", "client-0", memory).write(window(step), for_resume=False)
+    memory.move_to_disk("run", 1)
+    assert steps_in(disk) == [1]
+    assert value(StateFiles(disk, "run", "client-0")) == 1
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -9,7 +9,7 @@ from flower_desloc.app.config import Config, ConfigError, dump
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.yaml12 import YAMLError
 from flower_desloc.app.runs.copy import fetched, is_url
-from flower_desloc.app.runs.folder import RunFolder, read_summary
+from flower_desloc.app.runs.folder import RunFolder, read_lines, read_summary
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.record import yaml_mapping
 from flower_desloc.flower import tensor_file
@@ -55,6 +55,8 @@ def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] |
     try:
         file = last_checkpoint(path)
         folder = RunFolder(file.parent.parent)
+        if path.resolve() != file:
+            file = _last_recorded(folder) or file
         if file.parent != folder.checkpoints:
             raise CheckpointError(
                 "it is not in a run's folder, where the run would continue; give that folder, or "
@@ -71,6 +73,17 @@ def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] |
     except CheckpointError as error:
         raise ConfigError(f"run.resume={wanted}: {error}") from error
     return folder, file
+
+
+def _last_recorded(folder: RunFolder) -> Path | None:
+    """Return the last checkpoint up to the last window on record.
+
+    A start from an earlier checkpoint takes later windows off the record before it deletes their
+    checkpoints, and may end in between.
+    """
+    lines = list(read_lines(folder.metrics))
+    found = Checkpoints(folder.checkpoints).up_to(lines[-1]["step"]) if lines else []
+    return found[-1] if found else None
 
 
 def begun_in(config: Config, output_dir: Path) -> Path:
