@@ -150,15 +150,8 @@ class Contribution:
         if STATE_LOST in metrics:
             raise ValueError("it has lost its state, also after it was sent everything")
         check_window(metrics, window)
-        for name in ("num-examples", "train-loss"):
-            if not isinstance(metrics.get(name), (int, float)):
-                raise ValueError(f"its metrics have no number {name!r}")
-        examples = number(metrics["num-examples"])
-        if not 0 < examples <= MOST:
-            raise ValueError(
-                f"its num-examples is {metrics['num-examples']}; it must be above 0 and at most "
-                f"{MOST:g}"
-            )
+        examples = examples_of(metrics)
+        require_number(metrics, "train-loss")
         if reply.streams.keys() != window.due:
             raise ValueError(
                 f"its reply has the streams {sorted(reply.streams)}, expected {sorted(window.due)}"
@@ -235,11 +228,30 @@ def number(value: MetricRecordValues) -> float:
     return math.nan if isinstance(value, list) else float(value)
 
 
+def require_number(metrics: Metrics, name: str) -> float:
+    """Return a metric; raises ``ValueError`` unless it is there and is one number."""
+    value = metrics.get(name)
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"its metrics have no number {name!r}")
+    return float(value)
+
+
+def examples_of(metrics: Metrics) -> float:
+    """Return the examples of a reply to training; raises ``ValueError`` unless it can be used."""
+    examples = require_number(metrics, "num-examples")
+    if not 0 < examples <= MOST:
+        raise ValueError(
+            f"its num-examples is {metrics['num-examples']}; it must be above 0 and at most "
+            f"{MOST:g}"
+        )
+    return examples
+
+
 def client_record(metrics: Metrics, steps: int) -> ClientRecord:
     """Return the record of a reply with these metrics, of a window of so many ``steps``.
 
-    Only the first two metrics are required. A number that cannot be used is NaN, or where 0 says
-    that the client did not state it, 0.
+    Raises ``ValueError`` unless its examples can be used. No other metric is required: a number
+    that cannot be used is NaN, or where 0 says that the client did not state it, 0.
     """
 
     def one(name: str) -> float:
@@ -252,7 +264,7 @@ def client_record(metrics: Metrics, steps: int) -> ClientRecord:
     seconds, taken = one("seconds"), one("steps")
     least, most = _SECONDS
     return ClientRecord(
-        num_examples=int(number(metrics["num-examples"])),
+        num_examples=int(examples_of(metrics)),
         train_loss=one("train-loss"),
         losses=several("losses"),
         grad_norms=several("grad-norms"),

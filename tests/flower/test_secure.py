@@ -1,5 +1,6 @@
 """Secure sums over the whole federated path: the weights of a plain run, and nothing of a site."""
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -240,15 +241,26 @@ def test_a_site_without_keys_or_peers_is_refused(tmp_path, monkeypatch):
         secure(tmp_path, policy=Policy(min_clients=3)).start()
 
 
-def test_a_reply_that_is_no_masked_one_is_left_out(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("masked-loss", [2**63, 1], "no masked loss"),
+        ("num-examples", None, "its metrics have no number 'num-examples'"),
+        ("num-examples", math.inf, "its num-examples is inf; it must be above 0"),
+    ],
+)
+def test_a_reply_that_is_no_masked_one_is_left_out(tmp_path, name, value, why):
     run = secure(tmp_path, **ONE)
 
     def change(reply):
-        reply.content["metrics"]["masked-loss"] = [2**63, 1]
+        if value is None:
+            del reply.content["metrics"][name]
+        else:
+            reply.content["metrics"][name] = value
 
     run.grid.on_training(change, node=2)
     run.start()
-    assert "no masked loss" in run.watch.records[1].left_out["client-1"]
+    assert why in run.watch.records[1].left_out["client-1"]
     assert len(run.watch.records[1].clients) == 3
 
 
