@@ -7,7 +7,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -291,12 +291,15 @@ class RoundLoop:
         member.versions.clear()
         return member
 
-    def add(self, member: Member, reply: Contribution) -> None:
-        """Record that a client's reply was averaged."""
+    def add(self, member: Member, reply: Contribution, streams: Collection[str]) -> None:
+        """Record that a client's reply was averaged; ``streams`` are those of the optimizer.
+
+        A client that has not all of them was evaluated at most, and had nothing to lose.
+        """
         self.round.clients[member.name] = reply.record
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
         self.round.diverged.discard(member.name)
-        if member.versions and reply.is_new:
+        if reply.is_new and member.versions.keys() >= {*streams}:
             self.note("state lost", member.name, "it started from the last averages")
 
     @contextmanager

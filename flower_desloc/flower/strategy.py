@@ -299,7 +299,7 @@ class DesLoc(Strategy):
             except ValueError as error:  # not the tensors of the first client, in a new stream
                 self.loop.leave_out(member, reason_of(error), "refused")
                 continue
-            self.loop.add(member, reply)
+            self.loop.add(member, reply, self.state.versions)
             added.append(member)
         return added
 

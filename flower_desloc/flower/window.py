@@ -224,7 +224,7 @@ def open_window(
     metrics["seconds"] = time.perf_counter() - began + window.seconds
     if request.steps:
         metrics["weights"] = _weights(worker, request, counts)
-    if not start.had_state:
+    if start.is_new:
         metrics[STATE_NEW] = 1  # it may have had one, and with it work that was never averaged
 
     def again(step: int) -> StepMetrics:

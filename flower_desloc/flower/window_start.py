@@ -28,9 +28,8 @@ class WindowStart:
     averaged: Collection[str]
     """Those of ``streams`` that the client was sent; not those that it had already."""
     is_new: bool
-    """Whether the client has taken no step yet, or has lost what it had."""
-    had_state: bool
-    """Whether there was a state file; a client that was only evaluated is new and has one."""
+    """Whether the client has taken no step yet, or has lost what it had; since then it may have
+    been evaluated."""
     never_averaged: Collection[str]
     """Those of ``streams`` that are zero because there is no average of them."""
     late_averages: Streams
@@ -86,7 +85,6 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
         streams=streams,
         averaged=averaged,
         is_new=state is None or not state.versions.keys() >= states,
-        had_state=state is not None,
         never_averaged=never_averaged,
         late_averages=averages,
         steps_since_average={

@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import OPTIMIZERS, OneSided, OptimizerCase, Quadratic, assert_close, assert_same
 from flower_path import Run, oracle
+from flwr.app import ConfigRecord, Message
 from reference import Tree
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from flower_desloc import NEVER, Policy, SyncSchedule
 from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.states import needs_seed, seed_states, state_decays
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
-from flower_desloc.flower.arrays import from_record
+from flower_desloc.flower.arrays import from_record, records_of
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT
 from flower_desloc.optim import OPTIMIZERS as DESCRIBED
@@ -77,9 +78,29 @@ def test_a_client_that_was_evaluated_before_its_first_window_is_a_newcomer_too(n
             evaluate_clients=evaluated,
             eval_every=2,
         )
-        return from_record(run.strategy.start(run.grid, run.initial).arrays)
+        run.watch.after.clear()  # not every client has a state at the end
+        final = from_record(run.strategy.start(run.grid, run.initial, observer=run.watch).arrays)
+        assert not any(e.kind == "state lost" for r in run.watch.records for e in r.events)
+        return final
 
     assert_same(final(evaluated=True), final(evaluated=False))
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_state_that_was_lost_is_recorded_also_if_an_evaluation_comes_first(evaluated, tmp_path):
+    periods: tuple[Period, ...] = (3, NEVER, NEVER)
+    run = Run("adam", periods, tmp_path, num_steps=9, evaluate_clients=evaluated, eval_every=3)
+    first = "evaluate" if evaluated else "train"
+
+    def lose(asked: Message) -> None:
+        to, config = asked.metadata, records_of(ConfigRecord, asked.content)["config"]
+        if (to.message_type, to.dst_node_id, config["start-step"]) == (first, 2, 3):
+            run.files(1).delete()
+
+    run.grid.instead = lose
+    run.start()
+    events = [(event.kind, event.client) for record in run.watch.records for event in record.events]
+    assert events == [("state lost", "client-1")]
 
 
 FIRST_STEPS = {"RMSprop": 0.5, "RMSprop with momentum": 0.5, "Adagrad": 0.5}

@@ -137,7 +137,7 @@ class SecureDesLoc(DesLoc):
                 assert total is not None, "a reply to a request of no sum"
                 reply = self._checked(message)
                 total.add_masked(member.name, self._codes(reply, total.terms))
-                self.loop.add(member, reply)
+                self.loop.add(member, reply, state.versions)
                 del reply
                 added.append(member)
             del message  # free its memory before the next one is received
