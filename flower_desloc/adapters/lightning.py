@@ -82,7 +82,7 @@ class LightningClient(LoopClient):
     def _worker(self, request: WindowRequest, context: Context) -> Worker:
         if self._steps is not None:
             state = state_files(context, request.run_key).last()
-            place = request.start, state.loop_state if state else {}
+            place = request.start, state.loop_state if state and not request.afresh else {}
             if not cast(LightningSteps, self._steps).can_open(*place):
                 self._end()  # another is built, whose fit has not begun
         return super()._worker(request, context)

@@ -29,6 +29,8 @@ STATE_LOST = "state-lost"
 TENSOR_NAMES = ("trained", "buffers", "untrained", "other-tensors")
 """Lists of tensors' names in the reply to the greeting (``model_names``)."""
 STATE_NEW = "state-new"
+AFRESH = "afresh"
+"""Key of a request's config that a site sets itself (``WindowRequest.afresh``)."""
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 PROXIMAL_MU = "proximal-mu"
 """FedProx's mu, under Flower's name, in the config of a request."""
@@ -86,6 +88,9 @@ class WindowRequest:
     """Whether the reply may pack its small arrays into bundles."""
     by_flight: bool = False
     """Whether the reply's arrays travel by Arrow Flight; they are sent before the next message."""
+    afresh: bool = False
+    """Whether the client leaves its state alone, and begins like one that has none. No server asks
+    for it: a site with secure sums does, so that a resume still finds the state."""
     config: Settings = field(default_factory=dict)
 
     @property
@@ -123,6 +128,7 @@ class WindowRequest:
                 "previous-version": self.previous_version,
                 "bundles": self.bundles,
                 "by-flight": self.by_flight,
+                **({AFRESH: True} if self.afresh else {}),
             }
         )
         streams = {name: to_record(stream) for name, stream in self.streams.items()}
@@ -163,6 +169,7 @@ class WindowRequest:
             previous_version=_value(config, "previous-version", int),
             bundles=_value(config, "bundles", bool),
             by_flight=_value(config, "by-flight", bool),
+            afresh=_typed(config.get(AFRESH, False), AFRESH, bool),
             streams=streams_of(content),
             config={
                 key: value
@@ -172,7 +179,7 @@ class WindowRequest:
         )
 
 
-_OWN_KEYS = frozenset(WindowRequest(run_key="").to_content(0)[CONFIG])
+_OWN_KEYS = frozenset(WindowRequest(run_key="", afresh=True).to_content(0)[CONFIG])
 """Keys of a request's config that are not the app's settings."""
 
 

@@ -52,6 +52,8 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
     Raises ``ValueError`` if the server averages other streams than the optimizer has.
     """
     state = files.at(request.start)
+    if request.afresh:
+        state = None
     names = worker.stream_names()
     if set(names) != set(request.versions):
         raise ValueError(

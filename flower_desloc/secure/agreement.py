@@ -44,7 +44,7 @@ class SumTerms:
     sites begin from: with another model the others' parts could be made known, and one site's with
     them (Pasquini et al. 2022, arXiv:2111.07380)."""
     fresh: bool
-    """Whether all sites drop their own states, and begin from the averages alone: for sites that
+    """Whether all sites leave their own states, and begin from the averages alone: for sites that
     have taken other windows than the others (``Keys.history``)."""
     request: str
     """Digest of all other settings of the request for the window: were the others' different, their

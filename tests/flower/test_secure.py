@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from safetensors.torch import load_file
 from tiny import TINY, train
 
-from flower_desloc import Checkpoint, Checkpoints, Policy, SyncSchedule, last_checkpoint
+from flower_desloc import NEVER, Checkpoint, Checkpoints, Policy, SyncSchedule, last_checkpoint
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
@@ -430,6 +430,35 @@ def test_a_run_that_is_killed_and_resumed_ends_alike_and_sums_a_window_once(tmp_
     again = secure(tmp_path, **options)
     again.strategy.start(again.grid, again.initial, observer=again.watch)
     close(from_record(again.strategy.state.averages["params"]), expected, atol=0)
+
+
+def test_a_window_that_all_began_from_the_averages_is_repeated_alike_by_a_resume(tmp_path):
+    options: dict[str, Any] = {
+        "periods": (2, NEVER, NEVER),
+        "num_steps": 8,
+        "present": lambda m, step: m < 3 or step != 2,
+        "run_key": RUN,
+    }
+    whole = secure(tmp_path / "whole", **options)
+    expected = whole.final()
+    assert [e.kind for e in whole.watch.records[3].events] == ["returned", "state lost"]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    run = secure(tmp_path, checkpoints=checkpoints, **options)
+
+    def kill(record):
+        if record.step == 6:  # in which they did; it is summed, and there is no checkpoint of it
+            raise Killed
+
+    run.watch.after.append(kill)
+    with pytest.raises(Killed):
+        run.start()
+    resume = Checkpoint.read(last_checkpoint(tmp_path / "checkpoints"))
+    again = secure(tmp_path, checkpoints=checkpoints, resume=resume, **options)
+    again.leave(resume.step)
+    again.strategy.start(again.grid, again.initial, observer=again.watch)
+    close(from_record(again.strategy.state.averages["params"]), expected, atol=0)
+    events = [(e.kind, e.client) for record in again.watch.records for e in record.events]
+    assert events == [("state lost", "")]  # none of a client
 
 
 def test_a_run_of_the_app_by_secure_sums_is_the_plain_run(tmp_path):

@@ -20,6 +20,7 @@ from flower_desloc.flower.client_info import without_data
 from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
+    AFRESH,
     ARE_YOU_THERE,
     CLIENT_INFO,
     CONFIG,
@@ -128,9 +129,9 @@ def _train(
     request = WindowRequest.from_content(message.content)
     _require_masks(message, request)
     terms = site.terms()
-    if terms.fresh:
-        files.delete()
-    state = files.at(terms.start)
+    # In a fresh window the state stays where a resume looks for it, but nothing is read of it.
+    at_start = files.at(terms.start)
+    state = None if terms.fresh else at_start
     state_step = _step_of_state(state, terms)
     if _lacks(request, terms, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
@@ -138,8 +139,9 @@ def _train(
     _agree(message, site, request, terms, state_step)
     if state_step is None and not terms.fresh:
         _begin_alike(files, request)
+    records_of(ConfigRecord, message.content)[CONFIG][AFRESH] = terms.fresh
     kinds, bundles = request.kinds, request.bundles
-    del request, state  # its tensors are freed by whoever uses them
+    del request, state, at_start  # its tensors are freed by whoever uses them
     reply = call(message, context)
     metrics = records_of(MetricRecord, reply.content)[METRICS]
     if STATE_LOST in metrics:
