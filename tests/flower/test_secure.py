@@ -643,6 +643,23 @@ def test_when_a_site_joins_all_begin_from_the_averages_as_if_they_had_lost_their
     close(ours, other.final())
 
 
+def test_sites_that_have_all_lost_their_states_begin_as_new_clients_do(tmp_path, monkeypatch):
+    """Their second moments were never averaged, and from zero would be too small for a step."""
+
+    def loses_all_states(run):
+        def lose(record):
+            for m in range(4 if record.step == 2 else 0):
+                run.files(m).delete()
+
+        run.watch.after = [lose]
+        return run
+
+    ours = loses_all_states(secure(tmp_path, periods=(2, 2, NEVER), num_steps=4)).final()
+    monkeypatch.delenv(SECURE_KEYS)
+    other = Run("adam", (2, 2, NEVER), tmp_path / "plain", num_clients=4, num_steps=4)
+    close(ours, loses_all_states(other).final())
+
+
 class Counted(Quadratic):
     """A model with a buffer, which counts the worker's steps."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flower_desloc.core.kinds import Kinds, kind_of
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.core.streams import digest
+from flower_desloc.core.streams import digest, starts_at_zero
 from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
@@ -192,10 +192,17 @@ def _begin_alike(files: StateFiles, request: WindowRequest) -> None:
     A site's first window at a later step begins otherwise than that of the others
     (``window_events``), and an old state may have residuals. The server could have one site forget
     its state, repeat the window, and tell that site's part by the difference of the two sums.
+
+    Where some moment was never averaged, none of the sites has one of its own, or it would go on
+    from that: then all begin as new clients do.
     """
+    are_new = any(
+        version == 0 and starts_at_zero(name) and name not in request.resets
+        for name, version in request.versions.items()
+    )
     state = ClientState(
         step=request.start,
-        versions=request.versions,
+        versions={} if are_new else request.versions,
         streams={},
         attempt=request.attempt,
         checkpoint=request.checkpoint,
