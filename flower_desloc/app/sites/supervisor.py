@@ -173,14 +173,22 @@ def on_exit(pid: int, action: Callable[[], None]) -> None:
 
     Raises ``ProcessLookupError`` if there is no such process.
     """
-    ended = select.poll()
-    ended.register(os.pidfd_open(pid), select.POLLIN)
+    process = os.pidfd_open(pid)
 
     def wait() -> None:
-        ended.poll()
+        try:
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            ended.poll()
+        finally:
+            os.close(process)
         action()
 
-    threading.Thread(target=wait, daemon=True).start()
+    try:
+        threading.Thread(target=wait, daemon=True).start()
+    except RuntimeError:  # no more threads
+        os.close(process)
+        raise
 
 
 def describe_exit(code: int) -> str:

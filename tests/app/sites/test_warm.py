@@ -329,6 +329,19 @@ def test_one_process_answers_all_messages_of_a_run_and_ends_with_it(node):
     assert not node.sockets()
 
 
+def test_a_trainer_keeps_no_descriptor_and_no_thread_of_a_message(node):
+    trainer = psutil.Process(node.about().pid)
+
+    def kept():
+        return trainer.num_fds(), trainer.num_threads()
+
+    before = kept()
+    for _ in range(20):
+        node.about()
+    # The process of the last message may be ending.
+    wait_until(lambda: sum(kept()) <= sum(before), kept, limit=10)
+
+
 def test_another_run_is_answered_by_another_process(node):
     first = psutil.Process(node.about().pid)
     node.run += 1
