@@ -52,7 +52,16 @@ class WorkerPool:
 
     def start(self, run: StudyRun, store: Store) -> None:
         """Start ``run`` in an idle or new worker."""
-        worker = self._idle.pop() if self._idle else _Worker()
+        while self._idle:
+            worker = self._idle.pop()
+            try:
+                future = worker.executor.submit(run_to_end, run, store.path)
+            except BrokenProcessPool:  # it died since its last run
+                worker.executor.shutdown()
+            else:
+                self._busy[future] = (worker, run)
+                return
+        worker = _Worker()
         self._busy[worker.executor.submit(run_to_end, run, store.path)] = (worker, run)
 
     def ended(self, timeout: float) -> Iterator[tuple[StudyRun, Outcome | None]]:

@@ -610,6 +610,22 @@ axes: {{data: {{none: [data.source={source}], some: []}}}}
     assert not store.failed_path(made.cells[0].run(0)).exists()
 
 
+def test_a_worker_that_dies_between_two_runs_is_replaced(tmp_path):
+    made, store = study(tmp_path, "seeds: [0]", SHORT)
+    run = replace(made.cells[0].run(0), code="changed")  # so it fails at once
+    with WorkerPool(1) as pool:
+        for _ in range(2):
+            pool.start(run, store)
+            [(_, outcome)] = pool.ended(60)
+            assert outcome is not None
+            assert outcome["status"] == "failed"
+            [worker] = active_children()
+            worker.kill()
+            worker.join()
+            # The pool's own thread notices it a moment later.
+            wait_until(lambda: pool._idle[0].executor._broken, limit=10)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
