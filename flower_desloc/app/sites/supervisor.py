@@ -94,9 +94,12 @@ def supervised(
     ``restart`` the command is started again whenever it ends by itself.
     """
     flags = ["--restart"] if restart else []
+    # Some clusters provide packages by PYTHONPATH, psutil among them. An empty entry of it is the
+    # current folder, from which the supervisor imports nothing.
+    path = os.pathsep.join(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-I", __file__, *flags, str(home), *command],
-        env=environment,
+        [sys.executable, "-P", __file__, *flags, str(home), *command],
+        env={**environment, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

@@ -1,9 +1,12 @@
 """The private SuperLink of a simulation: workers, environment, and that it leaves nothing."""
 
+import os
 import sys
 import tempfile
+import venv
 from pathlib import Path
 
+import psutil
 import pytest
 from configurations import with_values
 from processes import command_line, processes_with, wait_until
@@ -12,7 +15,7 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.engines import superlink
 from flower_desloc.app.engines.simulation import federation_config
 from flower_desloc.app.sites.deployment import environment as flower
-from flower_desloc.app.sites.supervisor import ProcessError, Supervised
+from flower_desloc.app.sites.supervisor import ProcessError, Supervised, supervised
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,25 @@ def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(temp, monkey
     ):
         pass
     assert not any(temp.iterdir())
+
+
+def test_a_supervisor_imports_from_pythonpath_and_not_from_the_current_folder(
+    tmp_path, monkeypatch
+):
+    bare, packages, current = (tmp_path / name for name in ("bare", "packages", "current"))
+    venv.create(bare, symlinks=True)  # without psutil
+    packages.mkdir()
+    (packages / "psutil").symlink_to(Path(psutil.__file__).parent)
+    current.mkdir()
+    (current / "psutil.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(current)
+    monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(packages), ""]))
+    with flower.private_home() as home:
+        environment = flower.flower_environment(home)
+        command = ["sh", "-c", "echo it runs; sleep 1000"]
+        with supervised(home, command, environment) as process:
+            process.wait_for_log("it runs", "the supervisor did not start")
 
 
 def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(temp, monkeypatch):
