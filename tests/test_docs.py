@@ -65,6 +65,7 @@ def test_the_containers_have_the_proxy_and_the_arguments_of_the_page():
     for service in ("superlink", "site-a", "site-b"):
         for argument in services[service]["command"]:
             assert argument.partition("=")[0] in page
+    assert all(services[site]["init"] for site in ("site-a", "site-b"))
 
 
 def test_every_dependency_has_its_line():
