@@ -216,6 +216,22 @@ def test_only_clientapps_are_forked():
     os.close(writer)
 
 
+ENDS = """\
+import sys, time
+from flower_desloc.app.sites.deployment import node, superexec
+superexec.COMMAND = ("sh", "-c", "kill -9 $$")
+node._LONGEST_END = 0.1
+node.start_superexec(["flower-superexec"])
+time.sleep(60)
+"""
+
+
+def test_a_supernode_ends_when_its_superexec_ends():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "The SuperExec was ended by SIGKILL" in done.stderr
+
+
 def test_what_is_forked_has_no_thread_and_nothing_of_the_app():
     code = """
 import os, sys, threading

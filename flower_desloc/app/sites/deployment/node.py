@@ -16,12 +16,14 @@ arguments included, is that of `flower-supernode`.
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from flower_desloc.app.sites.deployment import superexec
+from flower_desloc.app.sites.supervisor import describe_exit
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
@@ -29,6 +31,7 @@ COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node"
 _SHORTEST, _LONGEST = 0.1, 3.0
 _LOOK = 0.05  # seconds between two looks of a handler that waits
 _LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
+_LONGEST_END = 5.0  # seconds that a SuperNode which was asked to end may take
 
 
 class PollInterval:
@@ -82,8 +85,20 @@ def has_task(answer: Any) -> bool:
 
 
 def start_superexec(command: list[str]) -> object:
-    """Start the SuperExec of this package with the arguments of Flower's ``command``."""
-    return subprocess.Popen([*superexec.COMMAND, *command[1:]])  # noqa: S603
+    """Start the SuperExec of this package with the arguments of Flower's ``command``.
+
+    When it ends, this process ends too: it would stay online, but answer no message.
+    """
+    process = subprocess.Popen([*superexec.COMMAND, *command[1:]])  # noqa: S603
+
+    def wait() -> None:
+        ended = describe_exit(process.wait())
+        time.sleep(_LONGEST_END)  # Ctrl-C ends both, and Flower's own way out comes first
+        print(f"The SuperExec {ended}, so this SuperNode ends.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return process
 
 
 def main() -> None:
