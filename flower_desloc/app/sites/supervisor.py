@@ -31,6 +31,9 @@ TAIL_LINES = 20
 _START_TIMEOUT = 120.0  # seconds
 _RESTART_DELAY = 2.0  # seconds
 _TERMINATE_TIMEOUT = 1.0  # seconds between SIGTERM and SIGKILL
+_TRAINER = "flower_desloc.app.sites.warm.trainer"  # the module that writes a state after SIGTERM
+SAVE_TIMEOUT = 60.0
+"""Seconds that a trainer's end waits for a state to be written."""
 
 
 Process = subprocess.Popen[bytes]
@@ -113,14 +116,20 @@ def supervised(
 
 
 def end_all(home: Path) -> None:
-    """End every process that was started for ``home``: SIGTERM, then SIGKILL after a second."""
+    """End every process that was started for ``home``: SIGTERM, then SIGKILL after a second.
+
+    A trainer gets a minute more, in which it may be writing a state.
+    """
     processes = _started_for(home)
     _signal(processes, signal.SIGTERM)
     deadline = time.monotonic() + _TERMINATE_TIMEOUT
     while processes := {p for p in processes | _started_for(home) if _is_running(p)}:
-        if time.monotonic() > deadline:
-            # Repeatedly: Ray may just have started another worker.
+        late = time.monotonic() - deadline
+        # Repeatedly: Ray may just have started another worker.
+        if late > SAVE_TIMEOUT:
             _signal(processes, signal.SIGKILL)
+        elif late > 0:
+            _signal({p for p in processes if not _is_trainer(p)}, signal.SIGKILL)
         time.sleep(0.05)
 
 
@@ -145,6 +154,12 @@ def _started_for(home: Path) -> set[psutil.Process]:
 def _is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _is_trainer(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return _TRAINER in process.cmdline()
     return False
 
 

@@ -24,6 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from processes import has_ended, output_of, wait_until
 from scripts import ROOT
 
+from flower_desloc.app.sites.supervisor import end_all
 from flower_desloc.app.sites.warm import WarmClientApp
 from flower_desloc.app.sites.warm.framing import receive, send
 from flower_desloc.flower.arrays import from_record, to_record
@@ -84,6 +85,16 @@ def sleep(message, context):
     with open(message.content["where"]["path"], "w") as file:
         file.write(str(os.getpid()))
     time.sleep(600)
+@app.train("save")
+def save(message, context):
+    app.path = message.content["where"]["path"]
+    return train(message, context)
+def write_state():
+    for word in ("", "whole") if hasattr(app, "path") else ():
+        with open(app.path, "w") as file:
+            file.write(word)
+        time.sleep(2)
+app.write_state = write_state
 @app.query("goodbye")
 def goodbye(message, context):
     return train(message, context)
@@ -117,11 +128,11 @@ class Node:
         (folder / "real.py").write_text(REAL)
         path = os.pathsep.join([str(folder), str(ROOT)])
         self.log = folder / "log"
-        place = {"PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        place = {"PYTHONPATH": path, "TMPDIR": str(folder), "FLWR_HOME": str(folder)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", NODE],
-                env=os.environ | place,
+                env=os.environ | place | {"OMP_NUM_THREADS": "1"},
                 cwd=folder,
                 text=True,
                 stdin=subprocess.PIPE,
@@ -155,8 +166,7 @@ class Node:
     def begin_to_sleep(self):
         """Return the trainer, which sleeps in a message, and the process that waits for it."""
         path = self.folder / "asleep"
-        where = RecordDict({"where": ConfigRecord({"path": str(path)})})
-        waiting = psutil.Process(self.begin("train.sleep", where))
+        waiting = psutil.Process(self.begin("train.sleep", at(path)))
         wait_until(lambda: path.exists() and path.read_text(), self.log.read_text)
         pid = int(path.read_text())
         path.unlink()
@@ -189,6 +199,10 @@ def node(shared_node):
     shared_node.run += 1
     shared_node.config = {}
     return shared_node
+
+
+def at(path):
+    return RecordDict({"where": ConfigRecord({"path": str(path)})})
 
 
 def message(kind, content=None):
@@ -368,6 +382,25 @@ def test_a_working_trainer_ends_with_the_process_it_works_for(node):
     node.wait_until_ended(trainer)
     assert node.process.stdout.readline() == "answered\n"
     assert node.about().answered == 1
+
+
+def test_a_trainer_that_is_asked_to_end_first_writes_the_state_it_has_replied_with(
+    tmp_path_factory,
+):
+    with started(tmp_path_factory.mktemp("t")) as node:
+        state = node.folder / "state"
+        trainer = psutil.Process(node.about("train.save", at(state)).pid)
+        wait_until(state.exists, node.log.read_text)
+        end_all(node.folder)  # in more time than others have between SIGTERM and SIGKILL
+        assert has_ended(trainer)
+        assert state.read_text() == "whole"
+
+
+def test_a_trainer_that_is_asked_to_end_leaves_its_window(node):
+    trainer, _ = node.begin_to_sleep()
+    trainer.terminate()
+    wait_until(lambda: has_ended(trainer), node.log.read_text, limit=5)
+    assert node.process.stdout.readline() == "answered\n"
 
 
 def test_a_killed_trainer_is_replaced(node):

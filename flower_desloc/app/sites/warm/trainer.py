@@ -2,16 +2,18 @@
 
 ``trainer_client`` starts it with a listening socket and the pids of the node's processes. It ends
 with the run, with the node, after an error, when another run's message arrives, when the process
-whose message it is answering ends, and after ten minutes without a message. It ends at once in each
-case, but first writes the state of a window that it has replied to.
+whose message it is answering ends, after SIGTERM, and after ten minutes without a message. It ends
+at once in each case, but first writes the state of a window that it has replied to.
 """
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,12 +22,11 @@ from typing import Any, NoReturn
 
 from flwr.app import Message
 
-from flower_desloc.app.sites.supervisor import on_exit
+from flower_desloc.app.sites.supervisor import SAVE_TIMEOUT, on_exit
 from flower_desloc.app.sites.warm.framing import receive, send
 from flower_desloc.flower.internals import set_task
 
 _IDLE_TIMEOUT = 600.0  # seconds
-_SAVE_TIMEOUT = 60.0  # seconds that its end waits for a state to be written
 _GOODBYE = "query.goodbye"
 
 
@@ -86,13 +87,34 @@ class Trainer:
 
     def end(self) -> NoReturn:
         """End this process, whatever it is doing, unless that is to write a state."""
-        self.saving.acquire(timeout=_SAVE_TIMEOUT)
+        self.saving.acquire(timeout=SAVE_TIMEOUT)
         with suppress(OSError):
             if self.path.stat().st_ino == self.inode:  # not yet replaced by a successor's
                 self.path.unlink()
         sys.stdout.flush()
         # Not sys.exit: another thread may be in the middle of a window. Its state file is whole.
         os._exit(0)
+
+
+def _on_sigterm(action: Callable[[], None]) -> None:
+    """Call ``action`` in a thread at SIGTERM, even while this thread computes or writes."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        while os.read(reader, 1)[0] != signal.SIGTERM:  # an app may handle other signals
+            pass
+        action()
+
+    def undo() -> None:  # for example in the workers of a DataLoader
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=undo)
+    threading.Thread(target=wait, daemon=True).start()
+    # A handler in Python would wait until this thread's current call into C returns.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def _described(error: Exception) -> tuple[str, str, str, str]:
@@ -113,6 +135,7 @@ def main(arguments: list[str]) -> NoReturn:
     trainer = Trainer(reference, run, Path(path), int(listener))
     for pid in node:
         on_exit(int(pid), trainer.end)
+    _on_sigterm(trainer.end)
     trainer.serve()
 
 
