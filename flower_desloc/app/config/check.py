@@ -7,9 +7,10 @@ several.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +31,33 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
+USED_BY: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "data.alpha": ("data.partition", ("dirichlet", "quantity")),
+    "data.classes_per_client": ("data.partition", ("pathological",)),
+    "outer.lr": ("outer.name", ("sgd", "adam")),
+    "outer.momentum": ("outer.name", ("sgd",)),
+    "outer.nesterov": ("outer.name", ("sgd",)),
+    "lr_schedule.decay_steps": ("lr_schedule.name", ("wsd",)),
+    "lr_schedule.final": ("lr_schedule.name", ("cosine",)),
+}
+"""By setting, another one and those of its values that use it. A task of your own may use all."""
+
+
+def _only(key: str, of: str, values: tuple[str, ...]) -> Exclusion:
+    """Return what excludes ``key`` where ``of`` has another value than ``values``."""
+    chosen = attrgetter(of)
+
+    def where(config: Config) -> bool:
+        mine = key.startswith("data.") and config.task not in PARTITIONS
+        return not mine and chosen(config) not in values
+
+    why = f"only {of}={' or '.join(values)} uses it, not {of}={{0.{of}}}"
+    return Exclusion(where=where, keys=(key,), why=why)
+
+
 _SIMULATED: Final = "simulation.num_clients"
 _EXCLUSIONS: Final = (
+    *(_only(key, *used) for key, used in USED_BY.items()),
     dataclasses.replace(BY_FLOWERS_OWN, where=lambda config: not config.is_desloc),
     dataclasses.replace(BY_GRADIENTS, where=lambda config: config.averages_gradients),
     dataclasses.replace(BY_RESETS, where=lambda config: RESET in config.sync.values()),

@@ -8,17 +8,19 @@ from typing import Any
 
 from flower_desloc.app.config import overrides as words
 from flower_desloc.app.config.app_folder import PRESETS
-from flower_desloc.app.config.check import OPTIMIZER_SETTINGS, check, own_options
+from flower_desloc.app.config.check import OPTIMIZER_SETTINGS, USED_BY, check, own_options
 from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.schema import Config, Optimizer, Run
+from flower_desloc.app.config.schema import PARTITIONS, Config, Optimizer, Run
 from flower_desloc.app.config.typed import field_type, is_section, typed
 from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.flower.options import BY_FLOWERS_OWN
 from flower_desloc.optim import OPTIMIZERS
 
 _EXTENDS = "extends"
 _SYNC = "sync"
+_BOUND = "sync_bound"
 _AVERAGES = (
     *(each.name for each in fields(Config) if each.name.startswith(_SYNC)),
     *("compression", "outer", "strategy_options"),
@@ -34,7 +36,7 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A period that is
     null is left out. A file or overrides that name another optimizer bring the defaults of that
     one, and must state its learning rate. If they state ``sync.gradients``, all other settings of
-    averages are dropped.
+    averages are dropped; if another partition, outer optimizer or schedule, what it does not use.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -45,7 +47,12 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
-    merged = _on_top(_nested(overrides), merged)
+    on_top = _nested(overrides)
+    merged = _on_top(on_top, merged)
+    # On by default, so that only an override shows that it is stated: a file may be of ``dump``.
+    if _BOUND in on_top and values(merged.get("strategy", "desloc")) != "desloc":
+        bound = json.dumps(values(on_top[_BOUND]))
+        raise ConfigError(f"{_BOUND}={bound}: {BY_FLOWERS_OWN.why}; leave it out")
     if isinstance(merged.setdefault("optimizer", {}), dict):
         merged["optimizer"] = _with_defaults(merged["optimizer"])
     if periods := _section(merged, _SYNC):
@@ -71,11 +78,13 @@ def dump(config: Config) -> str:
 
 
 def parse(text: str) -> Config:
-    """Return the configuration that ``dump`` wrote.
+    """Return the configuration that ``dump`` wrote, as it was or in an earlier version.
 
-    Raises ``ConfigError`` as ``load`` does.
+    Raises ``ConfigError`` as ``load`` does, but not for a setting that nothing uses: earlier
+    versions accepted these.
     """
-    return _typed(_mapping(text, "the configuration"))
+    stated = _mapping(text, "the configuration")
+    return _typed(_for_choices(stated, stated))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -147,7 +156,8 @@ def _nested(overrides: str | Sequence[str]) -> dict[str, Any]:
 
 def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``layer`` over ``base``, without what is stated there for another method only."""
-    return _merge(_for_optimizer(layer, _for_gradients(layer, base)), layer)
+    base = _for_optimizer(layer, _for_gradients(layer, base))
+    return _merge(_for_choices(layer, base), layer)
 
 
 def _for_gradients(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,6 +185,19 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
     rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
     kept["lr"] = rate.value if _share_rate(str(named), rate.optimizer) else rate
     return {**base, "optimizer": kept}
+
+
+def _for_choices(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` without what a choice of ``layer``, such as its partition, does not use."""
+    kept = dict(base)
+    is_ours = values(layer.get("task", base.get("task", Config.task))) in [*PARTITIONS]
+    for key, (of, users) in USED_BY.items():
+        section, _, name = key.partition(".")
+        choice = values(_section(layer, section).get(of.partition(".")[2]))
+        is_unused = choice is not None and choice not in users
+        if is_unused and name in _section(kept, section) and (is_ours or section != "data"):
+            kept[section] = {k: v for k, v in kept[section].items() if k != name}
+    return kept
 
 
 def _share_rate(one: str, other: str) -> bool:

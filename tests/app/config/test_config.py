@@ -488,6 +488,18 @@ ADVISED = [
     ("quickstart", "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset"),
     ("quickstart", "sync_mode=probabilistic sync_phase.params=1"),
     ("quickstart", "outer.name=sgd outer.momentum=0"),
+    *(
+        ("quickstart", words)
+        for words in (
+            *("data.alpha=0.1", "data.classes_per_client=3", "lr_schedule.final=0.1"),
+            *("outer.lr=0.5", "outer.momentum=0", "outer.nesterov=false"),
+            *(
+                "outer.name=adam outer.momentum=0",
+                "lr_schedule.name=cosine lr_schedule.decay_steps=2",
+            ),
+            "data.partition=iid data.alpha=0.1",
+        )
+    ),
     ("quickstart", "run.patience=3"),
     ("quickstart", "run.track_model=true"),
     ("quickstart", "federation.average=median federation.min_steps=0.5"),
@@ -519,6 +531,47 @@ def test_what_a_refusal_says_to_set_can_be_set_and_helps(preset, words):
     advice = re.search(r"(?:set|needs) ([\w.]+=[^\s;]*)$", str(error.value))
     assert advice, error.value
     load(preset, f"{words} {advice[1]}")
+
+
+@pytest.mark.parametrize("stated", ["true", "false"])
+def test_a_bound_that_flowers_strategies_lack_is_refused(stated):
+    parts = [f"sync_bound={stated}: only strategy=desloc has it", "leave it out"]
+    assert_refused(parts, load, "fedavg", f"sync_bound={stated}")
+
+
+def test_a_file_that_states_the_whole_configuration_is_loaded_again(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump(load("fedavg")))
+    assert load(str(tmp_path / "config.yaml")) == load("fedavg")
+
+
+def test_a_setting_that_nothing_uses_is_refused_with_what_would_use_it():
+    assert_refused(
+        [
+            "data.alpha=0.1: only data.partition=dirichlet or quantity",
+            "not data.partition=by_domain",
+        ],
+        quickstart,
+        ["data.alpha=0.1"],
+    )
+    assert load("quickstart", "data.partition=quantity data.alpha=0.1").data.alpha == 0.1
+    own = "task=tiny:Task data.partition=by_domain data.alpha=0.1"  # which may use it
+    assert load("quickstart", own).data.alpha == 0.1
+
+
+def test_what_a_presets_partition_uses_is_left_out_under_another():
+    assert load("digits").data.alpha == 0.3
+    assert load("digits", "data.partition=quantity").data.alpha == 0.3
+    assert load("digits", "data.partition=iid").data.alpha == Config().data.alpha
+    with pytest.raises(ConfigError, match=r"^data\.alpha=0\.2"):
+        load("digits", "data.partition=iid data.alpha=0.2")
+
+
+def test_a_run_of_a_version_that_accepted_unused_settings_can_be_read():
+    written = dump(load("digits")).replace("partition: dirichlet", "partition: iid")
+    assert "alpha: 0.3" in written
+    assert parse(written) == load("digits", "data.partition=iid")
+    used = dump(load("digits", "data.partition=quantity"))
+    assert parse(used).data.alpha == 0.3
 
 
 BROKEN_FILES = {
