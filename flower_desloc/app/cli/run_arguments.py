@@ -13,7 +13,7 @@ from flower_desloc.app.cli.terminal import USAGE, fail, failing
 from flower_desloc.app.config import PRESETS, Config, ConfigError, load_run_config
 from flower_desloc.app.config.check import check_clients
 from flower_desloc.app.config.load import replaced_by_gradients
-from flower_desloc.app.config.overrides import override, split
+from flower_desloc.app.config.overrides import override, split_arguments
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import app_run_config
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, with_init_from
@@ -52,7 +52,7 @@ class RunArguments:
                 fail(USAGE, f"which preset? There are\n{listing(PRESETS)}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
-            words = _split(overrides)
+            words = split_arguments(overrides)
             if nodes is not None:
                 given = {word.partition("=")[0] for word in words}
                 if "simulation.num_clients" in given:
@@ -106,16 +106,3 @@ def _load(preset: str, overrides: Sequence[str]) -> Config:
     """Return the configuration as the app will load it, with the keys of its `pyproject.toml`."""
     given = {"config": preset, "overrides": " ".join(overrides)}
     return load_run_config({**app_run_config(), **given})
-
-
-def _split(arguments: Sequence[str]) -> list[str]:
-    """Return one override per item; an argument may hold several."""
-    overrides: list[str] = []
-    for item in arguments:
-        parts = split(item)
-        if all("=" in part for part in parts[1:]):
-            overrides += parts
-        else:
-            key, _, value = item.partition("=")
-            overrides.append(override(key, value))
-    return overrides

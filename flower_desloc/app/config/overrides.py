@@ -1,6 +1,7 @@
 """Overrides: `key=value`, as on the command line."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from flower_desloc.app.config.yaml12 import YAMLError, inline, read
@@ -23,6 +24,23 @@ def split(text: str) -> list[str]:
         length = next((n for n in ends if _is_complete("".join(parts[:n]))), 1)
         overrides.append("".join(parts[:length]))
         parts = parts[length + 1 :]
+    return overrides
+
+
+def split_arguments(arguments: Iterable[str]) -> list[str]:
+    r"""Return one override per item; an argument, as of a command, may hold several.
+
+    >>> split_arguments(["run.seed=3 run.steps=4", "data.source=my data"])
+    ['run.seed=3', 'run.steps=4', 'data.source="my\\u0020data"']
+    """
+    overrides: list[str] = []
+    for item in arguments:
+        parts = split(item)
+        if all("=" in part for part in parts[1:]):
+            overrides += parts
+        else:
+            key, _, value = item.partition("=")
+            overrides.append(override(key, value))
     return overrides
 
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from flower_desloc.app.config import load_run_config
+from flower_desloc.app.config.overrides import split_arguments
 from flower_desloc.app.config.run_config import app_run_config
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.engines.shown import Shown
@@ -151,7 +152,7 @@ def run(
     run_config = {
         **app_run_config(),
         "config": preset,
-        "overrides": " ".join(overrides),
+        "overrides": " ".join(split_arguments(overrides)),
         "output-dir": str(Path(output_dir).expanduser().resolve()),
     }
     config = load_run_config(run_config)

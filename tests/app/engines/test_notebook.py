@@ -65,6 +65,15 @@ def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_pat
     assert summary(there)["status"] == "completed"
 
 
+def test_a_path_may_have_blanks(tmp_path):
+    source = tmp_path / "my data"
+    source.mkdir()
+    (source / "tales.jsonl").write_text('{"text": "once upon a time, and long ago"}\n' * 100)
+    words = (*SHORT, f"data.source={source}", "data.domains=[]", "data.partition=iid")
+    result = run("quickstart", *words, engine="inprocess", output_dir=tmp_path)
+    assert result.record.config.data.source == str(source)
+
+
 def test_mistakes_are_errors_of_python(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.stepz"):
         run("quickstart", "run.stepz=3", output_dir=tmp_path)
