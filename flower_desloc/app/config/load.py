@@ -78,13 +78,11 @@ def dump(config: Config) -> str:
 
 
 def parse(text: str) -> Config:
-    """Return the configuration that ``dump`` wrote, as it was or in an earlier version.
+    """Return the configuration that ``dump`` wrote.
 
-    Raises ``ConfigError`` as ``load`` does, but not for a setting that nothing uses: earlier
-    versions accepted these.
+    Raises ``ConfigError`` as ``load`` does.
     """
-    stated = _mapping(text, "the configuration")
-    return _typed(_for_choices(stated, stated))
+    return _typed(_mapping(text, "the configuration"))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:

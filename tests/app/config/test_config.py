@@ -566,14 +566,6 @@ def test_what_a_presets_partition_uses_is_left_out_under_another():
         load("digits", "data.partition=iid data.alpha=0.2")
 
 
-def test_a_run_of_a_version_that_accepted_unused_settings_can_be_read():
-    written = dump(load("digits")).replace("partition: dirichlet", "partition: iid")
-    assert "alpha: 0.3" in written
-    assert parse(written) == load("digits", "data.partition=iid")
-    used = dump(load("digits", "data.partition=quantity"))
-    assert parse(used).data.alpha == 0.3
-
-
 BROKEN_FILES = {
     "invalid_yaml": ("run: [", ["not valid YAML", "broken.yaml"]),
     "duplicate_key": ("run: {seed: 1}\nrun: {seed: 2}", ["not valid YAML", "duplicate key run"]),
