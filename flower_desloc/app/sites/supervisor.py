@@ -31,9 +31,10 @@ TAIL_LINES = 20
 _START_TIMEOUT = 120.0  # seconds
 _RESTART_DELAY = 2.0  # seconds
 _TERMINATE_TIMEOUT = 1.0  # seconds between SIGTERM and SIGKILL
-_TRAINER = "flower_desloc.app.sites.warm.trainer"  # the module that writes a state after SIGTERM
+SAVES_STATE = "--saves-state"
+"""In the command line of a process that may write a client's state after SIGTERM."""
 SAVE_TIMEOUT = 60.0
-"""Seconds that a trainer's end waits for a state to be written."""
+"""Seconds that such a process may take for it."""
 
 
 Process = subprocess.Popen[bytes]
@@ -118,7 +119,7 @@ def supervised(
 def end_all(home: Path) -> None:
     """End every process that was started for ``home``: SIGTERM, then SIGKILL after a second.
 
-    A trainer gets a minute more, in which it may be writing a state.
+    A process that ``SAVES_STATE`` gets a minute more.
     """
     processes = _started_for(home)
     _signal(processes, signal.SIGTERM)
@@ -129,7 +130,7 @@ def end_all(home: Path) -> None:
         if late > SAVE_TIMEOUT:
             _signal(processes, signal.SIGKILL)
         elif late > 0:
-            _signal({p for p in processes if not _is_trainer(p)}, signal.SIGKILL)
+            _signal({p for p in processes if not _saves_state(p)}, signal.SIGKILL)
         time.sleep(0.05)
 
 
@@ -157,9 +158,9 @@ def _is_running(process: psutil.Process) -> bool:
     return False
 
 
-def _is_trainer(process: psutil.Process) -> bool:
+def _saves_state(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return _TRAINER in process.cmdline()
+        return SAVES_STATE in process.cmdline()
     return False
 
 
@@ -183,13 +184,26 @@ def start_module(module: str, *arguments: object, pass_fds: Sequence[int] = ()) 
     )
 
 
+def can_watch() -> bool:
+    """Return whether ``on_exit`` works here.
+
+    Some builds of Python lack ``os.pidfd_open``, for example conda's; so do Linux before 5.3 and
+    containers that do not allow the system call.
+    """
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 def on_exit(pid: int, action: Callable[[], None]) -> None:
     """Call ``action``, in a thread of its own, once the process has ended (Linux only).
 
     Not ``psutil.Process.wait``: for a process that is not a child it also waits until the parent
     has reaped it, which a container without an init process never does.
 
-    Raises ``ProcessLookupError`` if there is no such process.
+    Raises ``ProcessLookupError`` if there is no such process. ``can_watch`` tells where it works.
     """
     process = os.pidfd_open(pid)
 

@@ -4,6 +4,7 @@ The model has shapes that break things: fewer rows than ranks, tied weights, a p
 loss does not use, a batch that does not divide.
 """
 
+import errno
 import hashlib
 import os
 import signal
@@ -36,6 +37,7 @@ from flower_desloc.app.sites.multiprocess.ranks import RankError, RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Site
 from flower_desloc.app.tasks.compute import share_rows
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.flower.ahead import StepsAhead, delayed_window
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.messages import WindowRequest
@@ -352,3 +354,17 @@ def test_what_several_processes_cannot_do_is_refused(tmp_path, node, change, mes
     client = Client(tmp_path, settings(tmp_path, **change), **node)
     with pytest.raises(ValueError, match=message):
         client.window(0, 1, {"params"})
+
+
+def test_several_processes_are_refused_where_they_cannot_be_watched(monkeypatch):
+    def not_allowed(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for missing in (True, False):
+        if missing:
+            monkeypatch.delattr(os, "pidfd_open")
+        else:
+            monkeypatch.setattr(os, "pidfd_open", not_allowed, raising=False)
+        with pytest.raises(SiteRefusedError, match=r"more than 1 needs os\.pidfd_open"):
+            Parallelism.of({"processes": 2})
+        assert Parallelism.of({"processes": 1}).processes == 1

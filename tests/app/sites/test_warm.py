@@ -440,6 +440,16 @@ def test_a_site_can_turn_warm_clients_off(node):
         node.ask()
 
 
+def test_where_processes_cannot_be_watched_a_message_is_answered_without_a_trainer(
+    tmp_path_factory,
+):
+    folder = tmp_path_factory.mktemp("w")
+    (folder / "sitecustomize.py").write_text("import os\ndel os.pidfd_open\n")
+    with started(folder) as node:
+        assert node.about().parent == node.process.pid
+        assert "os.pidfd_open does not work here; this message is" in node.log.read_text()
+
+
 def test_a_process_that_serves_more_than_one_message_answers_itself(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)

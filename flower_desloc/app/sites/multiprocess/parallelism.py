@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flower_desloc.app.sites.supervisor import can_watch
 from flower_desloc.core.errors import SiteRefusedError
 
 NodeConfig = Mapping[str, str | int | float | bool]
@@ -26,6 +27,11 @@ class Parallelism:
         if processes > 1 and sys.platform != "linux":
             raise SiteRefusedError(
                 f"processes={processes} in the node config: more than 1 needs Linux"
+            )
+        if processes > 1 and not can_watch():
+            raise SiteRefusedError(
+                f"processes={processes} in the node config: more than 1 needs os.pidfd_open, which "
+                "does not work with this Python on this system"
             )
         if mode not in _MODES:
             raise SiteRefusedError(

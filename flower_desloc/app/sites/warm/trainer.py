@@ -130,8 +130,8 @@ def _call(app: Any, name: str) -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run as ``python -m`` of this module with REFERENCE RUN PATH LISTENER PID..."""
-    reference, run, path, listener, *node = arguments
+    """Run as ``python -m`` of this module with --saves-state REFERENCE RUN PATH LISTENER PID..."""
+    _, reference, run, path, listener, *node = arguments
     trainer = Trainer(reference, run, Path(path), int(listener))
     for pid in node:
         on_exit(int(pid), trainer.end)

@@ -19,7 +19,13 @@ from typing import Any
 import psutil
 from flwr.app import Context, Message
 
-from flower_desloc.app.sites.supervisor import Process, describe_exit, start_module
+from flower_desloc.app.sites.supervisor import (
+    SAVES_STATE,
+    Process,
+    can_watch,
+    describe_exit,
+    start_module,
+)
 from flower_desloc.app.sites.warm.framing import receive, send
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import TaskIdentity
@@ -78,6 +84,8 @@ def _start(reference: str, run: str, path: Path) -> Process:
     # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
     # its SuperNode: a SuperExec may run for ten seconds after its SuperNode was killed.
     node = [process.pid for process in psutil.Process().parents()[:2]]
+    if not can_watch():
+        raise NoTrainerError("cannot start a trainer: os.pidfd_open does not work here")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             path.unlink(missing_ok=True)
@@ -85,7 +93,7 @@ def _start(reference: str, run: str, path: Path) -> Process:
             listener.listen()
             return start_module(
                 "flower_desloc.app.sites.warm.trainer",
-                *(reference, run, path, listener.fileno(), *node),
+                *(SAVES_STATE, reference, run, path, listener.fileno(), *node),
                 pass_fds=[listener.fileno()],
             )
     except OSError as error:
