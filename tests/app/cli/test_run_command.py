@@ -195,3 +195,19 @@ def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(monkeypatc
     assert ("Traceback" in result.stderr) == bool(flags)
     assert result.stderr.endswith("error: the run failed: RuntimeError: the quorum is gone\n")
     assert flags or len(result.stderr.splitlines()) == 1
+
+
+# --- A site's own protection --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [["--node-config", "{}"], ["--node-config={}"]])
+def test_a_misspelt_key_keeps_a_supernode_from_connecting(form, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda path, words: started.append(words))
+    for key in ("accept_app", "accept-app"):
+        words = [word.format(f'{key}="abc" hospital=1') for word in form]
+        result = desloc("supernode", "--insecure", *words)
+        if key == "accept_app":
+            assert (result.exit_code, started) == (2, [])
+            assert "accept_app in the node config is no key of a site; accept-app" in result.stderr
+    assert [words[-1 - len(form) :] for words in started] == [["--insecure", *words]]
