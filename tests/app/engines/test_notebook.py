@@ -1,5 +1,6 @@
 """Runs from Python: the tables, the figure and the model are those of the run's files."""
 
+import json
 import sys
 
 import pytest
@@ -68,10 +69,11 @@ def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_pat
 def test_a_path_may_have_blanks(tmp_path):
     source = tmp_path / "my data"
     source.mkdir()
-    (source / "tales.jsonl").write_text('{"text": "once upon a time, and long ago"}\n' * 100)
+    tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
+    (source / "tales.jsonl").write_text("\n".join(tales))
     words = (*SHORT, f"data.source={source}", "data.domains=[]", "data.partition=iid")
     result = run("quickstart", *words, engine="inprocess", output_dir=tmp_path)
-    assert result.record.config.data.source == str(source)
+    assert result.record.config["data"]["source"] == str(source)
 
 
 def test_mistakes_are_errors_of_python(tmp_path):
