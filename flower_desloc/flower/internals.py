@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flwr.common import serde as serde
+    from flwr.common.config import parse_config_args as parse_config_args
     from flwr.proto import message_pb2 as message_pb2
     from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend as RayBackend
     from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
@@ -49,6 +50,7 @@ _MODULES = {
     "Run": "flwr.supercore.run",  # what an in-process grid returns
     "TaskIdentity": "flwr.supercore.task_identity",  # needed to make a Message outside of Flower
     "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,
+    "parse_config_args": "flwr.common.config",  # after a look at its node config,
     "runtime_handlers": "flwr.supernode.servicer.runtime",  # with other waits
     "start_client_internal": "flwr.supernode",
     "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,

@@ -39,6 +39,6 @@ def _check_node_config(arguments: Sequence[str]) -> None:
         return
     # `desloc --help` does not wait for these.
     from flower_desloc.app.sites.required import check_keys
-    from flower_desloc.flower.internals import flower_supernode
+    from flower_desloc.flower.internals import parse_config_args
 
-    check_keys(flower_supernode.__globals__["parse_config_args"]([stated]))
+    check_keys(parse_config_args([stated]))
