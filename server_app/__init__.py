@@ -95,6 +95,7 @@ def _run(grid: Grid, context: Context) -> None:
         RunRecorder(config, folder, resumed=checkpoint) as recorder,
         exits_as_errors(),  # before the recorder takes it for the signal that stopped the run
     ):
+        context.state["run"] = ConfigRecord({"folder": str(folder.path)})
         strategy = _strategy(
             config,
             schedule,

@@ -13,8 +13,8 @@ from flower_desloc.app.runs.client_files import client_files, client_keys, clien
 from flower_desloc.flower.inprocess import InProcessGrid, num_threads
 
 
-def run_in_process(run_config: RunConfig, num_clients: int) -> None:
-    """Run the ServerApp and ``num_clients`` clients in this process.
+def run_in_process(run_config: RunConfig, num_clients: int) -> Path:
+    """Run the ServerApp and ``num_clients`` clients in this process; return the run's folder.
 
     ``run_config`` is complete: of keys that it lacks, the app's own values are not used. The
     clients keep their state in the folder ``.clients`` of the output folder until the run is
@@ -47,3 +47,4 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
         context = Context(1, 0, {}, RecordDict(), dict(run_config))
         grid = InProcessGrid(client_app, nodes, run_config=run_config, threads=threads)
         server_app(grid, context)
+    return Path(str(context.state.config_records["run"]["folder"]))

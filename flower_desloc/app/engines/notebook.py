@@ -2,7 +2,6 @@
 
 import base64
 import io
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
 _OF_A_CLIENT = ("num_examples", "steps", "train_loss", "update_norm", "param_norm", "seconds")
+_FOLDER = "folder: "  # as ``runs.terminal`` prints it
 
 
 class RunResult:
@@ -157,25 +157,14 @@ def run(
     }
     config = load_run_config(run_config)
     RunStreams(config).check()
-    resumed = file_to_resume(config, Path(output_dir))
-    before = _folders(output_dir)
+    file_to_resume(config, Path(output_dir))  # raises what is wrong with it
     if engine == "inprocess":
         shown = Shown(sys.stdout)
         with redirect_stdout(shown) if shown.has_bar else nullcontext():
-            run_in_process(run_config, config.simulation.num_clients)
-    elif engine == "simulation":
-        _simulate(preset, overrides, str(run_config["output-dir"]))
-    else:
-        raise ValueError(f"engine={engine}: must be simulation or inprocess")
-    if resumed is not None:
-        return RunResult(resumed[0].path)
-    own = re.compile(rf"{re.escape(config.run.name)}(-\d+)?")
-    written = {
-        path: when
-        for path, when in _folders(output_dir).items()
-        if when != before.get(path) and own.fullmatch(path.name)
-    }
-    return RunResult(max(written, key=lambda path: written[path]))
+            return RunResult(run_in_process(run_config, config.simulation.num_clients))
+    if engine == "simulation":
+        return RunResult(_simulate(preset, overrides, str(run_config["output-dir"])))
+    raise ValueError(f"engine={engine}: must be simulation or inprocess")
 
 
 def load_run(folder: str | Path) -> RunResult:
@@ -213,16 +202,11 @@ def _table(rows: Iterable[dict[str, Any]], *index: str) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index([*index]).sort_index() if rows else pd.DataFrame()
 
 
-def _folders(output_dir: str | Path) -> dict[Path, int]:
-    """Return the folders of runs, each with the time of its last change."""
-    files = Path(output_dir).expanduser().resolve().glob("*/summary.json")
-    return {file.parent: file.stat().st_mtime_ns for file in files}
-
-
-def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> None:
+def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> str:
+    """Run `desloc run`; return the run's folder, which is in the last line that it prints."""
     words = ["run", preset, *overrides, "--output-dir", output_dir]
     command = [str(Path(sys.executable).with_name("desloc")), *words]
-    last, shown = "", Shown(sys.stdout)
+    last, folder, shown = "", "", Shown(sys.stdout)
     with subprocess.Popen(  # noqa: S603 - the words are arguments of our own command
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -231,9 +215,12 @@ def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> None:
             for line in process.stdout:
                 shown.write(line)  # a notebook does not show the output of other processes
                 last = line.strip() if line.startswith("error: ") else last
+                if line.startswith(_FOLDER):
+                    folder = line.removeprefix(_FOLDER).rstrip("\n")
             shown.flush()
         except BaseException:  # such as the notebook's interrupt
             process.terminate()
             raise
     if process.returncode:
         raise RuntimeError(last.removeprefix("error: ") or f"exit code {process.returncode}")
+    return folder

@@ -1,6 +1,7 @@
 """Runs from Python: the tables, the figure and the model are those of the run's files."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -8,6 +9,8 @@ from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.app import compare, load_run, run
 from flower_desloc.app.config import ConfigError
+from flower_desloc.app.engines import notebook
+from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.core.streams import digest, parameters
 
@@ -64,6 +67,29 @@ def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_pat
     again = run("quickstart", *words, engine="inprocess", output_dir=tmp_path / "b")
     assert again.folder == there
     assert summary(there)["status"] == "completed"
+
+
+def test_the_result_is_that_of_the_run_and_not_of_the_newest(result, tmp_path, monkeypatch):
+    """Another run of that name is written while it is going on."""
+
+    def after(*given):
+        folder = run_in_process(*given)
+        shutil.copytree(folder, tmp_path / "quickstart-2")
+        (tmp_path / "quickstart-2" / "summary.json").touch()
+        return folder
+
+    monkeypatch.setattr(notebook, "run_in_process", after)
+    own = run("quickstart", *SHORT, engine="inprocess", output_dir=tmp_path)
+    assert own.folder == tmp_path / "quickstart"
+    says = tmp_path / "desloc"
+    (tmp_path / "quickstart-2" / "summary.json").touch()
+    says.write_text(
+        f"#!/bin/sh\ntouch {tmp_path}/quickstart-2/summary.json\n"
+        f"echo 'folder: {tmp_path}/quickstart'\n"
+    )
+    says.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert run("quickstart", *SHORT, output_dir=tmp_path).folder == tmp_path / "quickstart"
 
 
 def test_a_path_may_have_blanks(tmp_path):
