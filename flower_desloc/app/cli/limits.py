@@ -8,6 +8,9 @@ import typer
 
 from flower_desloc.app.cli.terminal import USAGE, fail
 
+_LEAST, _MOST = 1e-12, 1e24
+"""Far outside of what there is; ratios and products of a few such numbers are finite."""
+
 
 def option(text: str, limits: str, holds: Callable[[float], bool], **more: Any) -> Any:
     """Return an option for finite numbers for which ``holds``, which ``limits`` says in words."""
@@ -22,14 +25,15 @@ def option(text: str, limits: str, holds: Callable[[float], bool], **more: Any) 
 
 def at_least_zero(text: str) -> Any:
     """Return an option of at least 0."""
-    return option(text, "at least 0", lambda value: value >= 0)
+    return option(text, f"at least 0 and at most {_MOST:g}", lambda value: 0 <= value <= _MOST)
 
 
 def at_least_one(text: str, **more: Any) -> Any:
     """Return an option of at least 1."""
-    return option(text, "at least 1", lambda value: value >= 1, **more)
+    return option(text, f"at least 1 and at most {_MOST:g}", lambda v: 1 <= v <= _MOST, **more)
 
 
 def positive(text: str) -> Any:
     """Return an option above 0."""
-    return option(text, "above 0", lambda value: value > 0)
+    limits = f"above 0, from {_LEAST:g} to {_MOST:g}"
+    return option(text, limits, lambda value: _LEAST <= value <= _MOST)

@@ -287,9 +287,13 @@ def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path
 @pytest.mark.parametrize(
     ("limits", "values"),
     [
-        ("at least 1", "params=0 workers=0 tokens-per-step=0 flops=inf"),
-        ("above 0", "value-bytes=0 bandwidth=0 bandwidth=nan step-seconds=0 share=0 rho=0"),
-        ("at least 0", "latency=-1"),
+        ("at least 1 and at most 1e+24", "params=0 workers=0 tokens-per-step=0 flops=inf"),
+        ("at least 1 and at most 1e+24", "params=1e+300 params=1e+30"),
+        (
+            "above 0, from 1e-12 to 1e+24",
+            "value-bytes=0 bandwidth=0 bandwidth=nan step-seconds=0 share=0 rho=0 bandwidth=1e-300",
+        ),
+        ("at least 0 and at most 1e+24", "latency=-1 latency=1e+300"),
         ("at least 0 and at most 1", "overlap=2"),
         ("above 0 and at most 1", "mfu=1.5"),
         ("above 0 and below 1", "psi=1"),
@@ -298,3 +302,9 @@ def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path
 def test_an_option_outside_its_limits_is_refused(limits, values):
     for value in values.split():
         assert refused("plan", "1.7b", f"--{value}") == f"error: --{value}: must be {limits}"
+
+
+def test_the_widest_values_of_options_give_finite_times():
+    shown = desloc("plan", "--params", "1e24", "--bandwidth", "1e-12", "--latency", "1e24")
+    assert shown.exit_code == 0
+    assert not {"inf", "nan"} & {*shown.stdout.split()}
