@@ -21,6 +21,7 @@ from flower_desloc.flower.system import private_folder
 
 _IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _STATES: Final = "states-"
+_KEYS: Final = "keys-"
 _RUN_KEY = re.compile(r"(?P<folder>.+)-[0-9a-f]{8}")  # as the ServerApp makes it
 
 
@@ -33,8 +34,8 @@ def clients_folder(output_dir: Path) -> Path:
 def client_files(output_dir: Path) -> Iterator[Path]:
     """Yield ``clients_folder``; delete before and after the block what no run can use any more.
 
-    A run that completes deletes the state of its clients; one that is killed cannot. It stays as
-    long as that run can be resumed.
+    A run that completes deletes the state and keys of its clients; one that is killed cannot. The
+    state stays as long as that run can be resumed.
     """
     folder = clients_folder(output_dir)
     _delete_unused(folder)
@@ -80,15 +81,15 @@ def _folder_in_memory() -> Path | None:
         return None
     try:
         parent = private_folder(_IN_MEMORY)
-        _delete_unowned(parent)
+        _delete_unowned(parent, _STATES)
         return Path(mkdtemp(prefix=_STATES, dir=parent))
     except OSError:
         return None
 
 
-def _delete_unowned(parent: Path) -> None:
-    """Delete what killed processes have left in memory."""
-    for folder in parent.glob(f"{_STATES}*"):
+def _delete_unowned(parent: Path, prefix: str) -> None:
+    """Delete the folders of killed processes, which hold no lock any more."""
+    for folder in parent.glob(f"{prefix}*"):
         with suppress(ConfigError), locked(folder, f"{folder} is in use"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,7 +98,8 @@ def _delete_unowned(parent: Path) -> None:
 def client_keys(config: Config, number: int, folder: Path) -> Iterator[Path | None]:
     """Yield a folder in ``folder`` with new keys of clients on this machine, for secure sums.
 
-    None if ``config`` has no secure aggregation. It is deleted after the block.
+    None if ``config`` has no secure aggregation. It is deleted after the block, or if this process
+    is killed, by the next run in the same output folder.
     """
     if not config.privacy.secure_aggregation:
         yield None
@@ -105,12 +107,16 @@ def client_keys(config: Config, number: int, folder: Path) -> Iterator[Path | No
     from flower_desloc.secure.identity import introduce  # few runs need it
 
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="keys-", dir=folder) as keys:
+    with (
+        TemporaryDirectory(prefix=_KEYS, dir=folder, ignore_cleanup_errors=True) as keys,
+        locked(Path(keys), f"{keys} is in use"),
+    ):
         introduce(Path(keys), [f"client-{index}" for index in range(number)])
         yield Path(keys)
 
 
 def _delete_unused(folder: Path) -> None:
+    _delete_unowned(folder, _KEYS)
     for state in folder.glob("*"):
         key = _RUN_KEY.fullmatch(state.name)
         if key is None or _can_resume(run := RunFolder(folder.parent / key["folder"]), state.name):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import tiny
 
+from flower_desloc.app.config import load
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs import client_files as client_files_module
-from flower_desloc.app.runs.client_files import client_files, client_memory
+from flower_desloc.app.runs.client_files import client_files, client_keys, client_memory
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client_state import STATE_MEMORY, StateMemory
 
@@ -68,6 +69,16 @@ def test_the_state_of_any_other_run_is_deleted(tmp_path, what):
         shutil.rmtree(run.path)
     assert looked_at(tmp_path) == []
     assert not (tmp_path / ".clients").exists()
+
+
+def test_the_keys_of_a_killed_run_are_deleted_and_those_in_use_are_not(tmp_path):
+    config = load("quickstart", "privacy.secure_aggregation=true")
+    (tmp_path / ".clients" / "keys-of-killed").mkdir(parents=True)
+    with client_files(tmp_path) as folder, client_keys(config, 3, folder) as keys:
+        assert keys is not None
+        assert looked_at(tmp_path) == [keys.name.rpartition("-")[0]]
+        assert [*folder.iterdir()] == [keys]
+    assert not folder.exists()
 
 
 def test_what_no_run_has_written_is_left_alone(tmp_path):
