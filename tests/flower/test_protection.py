@@ -1,4 +1,4 @@
-"""A site that protects its data: its errors quote none, and no app ignores what it is told."""
+"""A site that protects its data: errors do not quote them, and no app ignores its settings."""
 
 import pytest
 import torch

@@ -91,8 +91,7 @@ def test_an_example_more_changes_it_by_at_most_the_bound_and_another_one_by_twic
         assert norm(minus(one, other)) <= 2 * C * (1 + 1e-5)
 
 
-def test_a_bound_below_which_squares_are_no_floats_is_refused():
-    """Gradients of 1e-25 would look like zeros, and stay whole beside noise that hides nothing."""
+def test_a_bound_close_to_the_least_numbers_of_single_precision_is_refused():
     module, batch = nn.Linear(4, 1, bias=False), torch.rand(3, 4)
     with pytest.raises(ValueError, match="max_grad_norm=1e-07: must be at least 1e-06"):
         summed(module, batch, 1e-7)

@@ -24,11 +24,11 @@ from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import evaluations
 from flower_desloc.app.runs.record import RunRecord, load
 from flower_desloc.app.runs.resume import file_to_resume
+from flower_desloc.app.runs.terminal import FOLDER
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
 _OF_A_CLIENT = ("num_examples", "steps", "train_loss", "update_norm", "param_norm", "seconds")
-_FOLDER = "folder: "  # as ``runs.terminal`` prints it
 
 
 class RunResult:
@@ -215,8 +215,8 @@ def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> str:
             for line in process.stdout:
                 shown.write(line)  # a notebook does not show the output of other processes
                 last = line.strip() if line.startswith("error: ") else last
-                if line.startswith(_FOLDER):
-                    folder = line.removeprefix(_FOLDER).rstrip("\n")
+                if line.startswith(FOLDER):
+                    folder = line.removeprefix(FOLDER).rstrip("\n")
             shown.flush()
         except BaseException:  # such as the notebook's interrupt
             process.terminate()

@@ -27,6 +27,8 @@ from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import RunInfo
 
+FOLDER = "folder: "
+"""What precedes the run's folder in a line of its own."""
 _MAX_WINDOW_LINES = 200
 _MAX_NAMED_CLIENTS = 16
 
@@ -133,7 +135,7 @@ class TerminalView:
             yield f"client {client}{_info(info)}"
         if len(run.clients) > _MAX_NAMED_CLIENTS:
             yield f"and {len(run.clients) - _MAX_NAMED_CLIENTS} more clients"
-        yield f"folder: {self._folder}"
+        yield f"{FOLDER}{self._folder}"
 
     def _traffic(self) -> str:
         others = {"Local Adam": sum(self._uploads.local_adam.values()), "DDP": self._uploads.ddp}
@@ -189,7 +191,7 @@ def closing(run: RunRecord) -> str:
     page = StringIO()
     table = number_table(["stream", "averaged", "times", *columns], rows)
     Console(file=page, width=100, color_system=None, force_terminal=False).print(table)
-    lines = [page.getvalue().rstrip(), *_events(run), *_results(summary), f"folder: {run.path}"]
+    lines = [page.getvalue().rstrip(), *_events(run), *_results(summary), f"{FOLDER}{run.path}"]
     return "\n".join(lines)
 
 

@@ -210,9 +210,9 @@ class Needs:
         return checkpoints * self._averaged + self.weight_bytes
 
     def waiting_disk_bytes(self, clients: int) -> int:
-        """Return the disk space of replies that wait for their turn beside Flower's messages."""
-        beside = self.config.federation.data_address is not None and not self.config.sync_delay
-        return clients * self._due(self.sent_up) if beside else 0
+        """Return the disk space of replies that came by Arrow Flight and are not averaged yet."""
+        by_flight = self.config.federation.data_address is not None and not self.config.sync_delay
+        return clients * self._due(self.sent_up) if by_flight else 0
 
     @property
     def _kept(self) -> int:

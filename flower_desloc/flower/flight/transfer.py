@@ -206,7 +206,7 @@ class _Connections:
 
 
 def _raise_limit_of_files() -> None:
-    """Let this process have as many files as it may: whoever reaches the port can open some."""
+    """Raise the soft limit of open files to the hard one: each connection takes a descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS states more than it allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -187,8 +187,8 @@ def clients(memory):
 
 
 def test_replies_that_wait_beside_messages_are_on_the_server_s_disk(monkeypatch, tmp_path):
-    beside = f"{TINY} federation.data_address=127.0.0.1:8443"
-    needs = Needs(load("quickstart", beside))
+    by_flight = f"{TINY} federation.data_address=127.0.0.1:8443"
+    needs = Needs(load("quickstart", by_flight))
     folder_only = needs.server_disk_bytes()
     usage = Mock(return_value=Mock(free=folder_only + 2 * needs.waiting_disk_bytes(1) - 1))
     monkeypatch.setattr("shutil.disk_usage", usage)
@@ -197,7 +197,7 @@ def test_replies_that_wait_beside_messages_are_on_the_server_s_disk(monkeypatch,
     assert not [*on_the_server(needs, one, tmp_path)]
     (found,) = on_the_server(needs, two, tmp_path)
     assert "federation.data_address=null" in found.what
-    for without in (TINY, f"{beside} sync_delay=1"):
+    for without in (TINY, f"{by_flight} sync_delay=1"):
         assert not [*on_the_server(Needs(load("quickstart", without)), two, tmp_path)]
 
 
