@@ -76,7 +76,6 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
         examples=examples,
         account=account,
         max_grad_norm=stated.max_grad_norm,
-        chunk=int(config.data.micro_batch_size or size),
         context=repr((run, config.run.seed, site.partition, *_computed_by(config))),
     )
     return private(worker, loss)

@@ -1,14 +1,13 @@
 """The sum of per-example gradients, each clipped: its sensitivity to one example is the bound."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -24,86 +23,53 @@ def clipped_sum(
     loss: Loss,
     module: nn.Module,
     params: Mapping[str, Tensor],
-    batch: Any,
+    examples: Iterable[Any],
     *,
     max_grad_norm: float,
-    chunk: int,
 ) -> dict[str, Tensor]:
-    """Return the sum over the examples of ``batch`` of their clipped gradients, by parameter.
-
-    It is of float64, whatever the type of the parameters: rounding, which depends on all examples,
-    would otherwise change it by more than the bound.
+    """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
     The gradient of an example, over all ``params`` together, is scaled down to the norm
     ``max_grad_norm`` if it is longer; one with NaN or infinity counts as zero. So an example more
     or less changes the sum by at most ``max_grad_norm``. Abadi et al. 2016, arXiv:1607.00133.
 
+    Each gradient is computed alone. Those of several at once (``torch.func.vmap``) depend on how
+    many there are by rounding, and by more than the bound with parameters that are made for it. The
+    sum is of float64, whatever the type of the parameters, for the same reason.
+
     Args:
-        loss: Called with a batch of one example.
+        loss: Called with one example after the other.
         module: Without ``require_independent`` problems.
         params: The module's parameters to differentiate, by name; tied ones once.
-        batch: See ``tensors_of``.
+        examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
-        chunk: Examples whose gradients are in memory at once.
 
-    Raises ``ValueError`` naming the module through which they cannot be computed, and for a bound
-    below ``LEAST_NORM``.
+    Raises ``ValueError`` naming the module through which they cannot be computed, or which keeps
+    what it computes of an example, and for a bound below ``LEAST_NORM``.
 
     """
     if max_grad_norm < LEAST_NORM:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
     total = zeros(params)
-    tensors, rebuild = tensors_of(batch)
-    device = next(iter(params.values())).device
-    whole = _Loss(module, loss)
-
-    def of_example(values: dict[str, Tensor], *example: Tensor) -> Tensor:
-        inputs = rebuild([tensor[None] for tensor in example])
-        result: Tensor = functional_call(whole, values, (inputs,))
-        return result
-
-    values = {f"module.{key}": p.detach() for key, p in params.items()}
-    dims = (None, *[0] * len(tensors))
-    of_each = vmap(grad(of_example), in_dims=dims, randomness="different")
-    for parts in zip(*(tensor.to(device).split(chunk) for tensor in tensors), strict=True):
-        if not len(parts[0]):
-            break
-        try:
-            with sdpa_kernel(SDPBackend.MATH):  # the only one that vmap batches
-                grads = of_each(values, *parts)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise _unfit(module, error) from error
-        for key, summed in _clipped(grads, max_grad_norm).items():
-            total[key.removeprefix("module.")] += summed
+    with _nothing_kept(module) as check:
+        for example in examples:
+            try:
+                grads = _gradients(loss(module, example), params)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise _unfit(module, error) from error
+            check()
+            norm = _norm(grads.values())
+            if math.isfinite(norm):
+                for key, grad in grads.items():
+                    total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
     return total
 
 
 def zeros(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the ``clipped_sum`` of no examples."""
     return {key: torch.zeros_like(p, dtype=torch.float64) for key, p in params.items()}
-
-
-def tensors_of(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """Return the tensors of a batch, one example a row, and what makes a batch of others.
-
-    A batch is a tensor, or a tuple, list, dictionary or dataclass of them; fields of a dataclass
-    that are no tensors stay as they are. Raises ``ValueError`` for anything else.
-    """
-    if isinstance(batch, Tensor):
-        return _rows([batch]), lambda tensors: tensors[0]
-    if isinstance(batch, tuple | list):
-        return _rows(batch), tuple if isinstance(batch, tuple) else list
-    if isinstance(batch, Mapping):
-        return _rows(batch.values()), lambda tensors: dict(zip(batch, tensors, strict=True))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        held = {f.name: getattr(batch, f.name) for f in fields(batch)}
-        names = [name for name, value in held.items() if isinstance(value, Tensor)]
-        return _rows([held[name] for name in names]), lambda tensors: replace(
-            batch, **dict(zip(names, tensors, strict=True))
-        )
-    return _rows([batch]), lambda _: batch
 
 
 def require_independent(module: nn.Module) -> None:
@@ -117,41 +83,58 @@ def require_independent(module: nn.Module) -> None:
             )
 
 
-class _Loss(nn.Module):
-    """A loss as a module, for ``functional_call``."""
-
-    def __init__(self, module: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.module, self._loss = module, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        return self._loss(self.module, batch)
+def _gradients(loss: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    return {key: grad for key, grad in zip(params, grads, strict=True) if grad is not None}
 
 
-def _clipped(grads: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    wide = {"dim": 1, "dtype": torch.float64}
-    parts = [torch.linalg.vector_norm(g.reshape(len(g), -1), **wide) for g in grads.values()]
-    norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    factors = (max_grad_norm / norms).clamp(max=1)
-    finite = norms.isfinite()
-    if not finite.all():
-        factors = torch.where(finite, factors, 0)
-        grads = {key: g.where(finite.view(-1, *[1] * (g.ndim - 1)), 0) for key, g in grads.items()}
-    return {key: torch.tensordot(factors, g.double(), 1) for key, g in grads.items()}
+def _norm(grads: Iterable[Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
-def _rows(values: Any) -> list[Tensor]:
-    tensors = list(values)
-    if (
-        not tensors
-        or not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in tensors)
-        or len({len(tensor) for tensor in tensors}) > 1
-    ):
-        raise ValueError(
-            "differential privacy needs batches of tensors with one example in each row, all of "
-            f"equally many rows; got {[type(each).__name__ for each in tensors]}"
-        )
-    return tensors
+@contextmanager
+def _nothing_kept(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give what raises ``SiteRefusedError`` naming a module that has kept a tensor of an example.
+
+    What it computes of the next one could depend on it. Its tensors are set back in the end.
+    """
+    tensors = _held(module)
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def check() -> None:
+        for name, tensor in _held(module).items():
+            if name not in values or not _same(tensor, values[name]):
+                where, _, attribute = name.rpartition(".")
+                kind = type(module.get_submodule(where)).__name__
+                raise SiteRefusedError(
+                    f"differential privacy: module {where!r} ({kind}) keeps {attribute!r} of an "
+                    "example, on which the gradients of others would depend; no clipping bounds it"
+                )
+
+    try:
+        yield check
+    finally:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.data.copy_(values[name])
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are no parameters: buffers, and what attributes hold."""
+    return {
+        f"{name}.{key}" if name else key: value
+        for name, part in module.named_modules()
+        for key, value in (*part.named_buffers(recurse=False), *vars(part).items())
+        if isinstance(value, Tensor)
+    }
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    both_nan = (one != one) & (other != other)
+    return bool(((one == other) | both_nan).all())
 
 
 def _unfit(module: nn.Module, error: Exception) -> ValueError:

@@ -2,8 +2,8 @@
 
 import hmac
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ from flower_desloc.privacy.clipping import (
     Loss,
     clipped_sum,
     require_independent,
-    tensors_of,
-    zeros,
 )
 from flower_desloc.privacy.noise import uniform, with_noise
 
@@ -37,7 +35,8 @@ class Examples:
     """How many there are. It counts as public: a neighbour has an empty record, without a
     gradient, in place of one."""
     of: Callable[[Sequence[int]], Any]
-    """Returns the records of these numbers as a batch (``clipping.tensors_of``)."""
+    """Returns the records of these numbers as a batch: a tensor, number or text, or a list, tuple,
+    dictionary or dataclass of them. It is called with one number at a time."""
     batch_size: int
     """Records in a batch on average: each is in it with probability ``batch_size / number``."""
 
@@ -68,8 +67,6 @@ class PrivateLoss:
     account: Account
     max_grad_norm: float
     """Bound C of the norm of a record's gradient."""
-    chunk: int
-    """Records whose gradients are in memory at once."""
     context: str = ""
     """What else the gradient depends on, such as the run's name and the model's settings."""
 
@@ -81,24 +78,18 @@ class PrivateLoss:
         params = trained(self.module, self.optimizer)
         cost = self._cost()
         query = self._query(step, cost)
-        rows = np.flatnonzero(
-            uniform(self._key(query, "rows"), self.examples.number) <= cost.sample_rate
-        )
-        batch = self.examples.of(rows.tolist()) if len(rows) else None
-        answer = self._key(query, digest(_named(batch)))
+        coins = uniform(self._key(query, "rows"), self.examples.number)
+        drawn = np.flatnonzero(coins <= cost.sample_rate).tolist()
+        records = {number: self.examples.of([number]) for number in drawn}
+        answer = self._key(query, _digest(records))
         self.account.charge(answer.hex(), cost)
-        # Dropout's masks too: were they known, a record less would change those of all others.
-        torch.manual_seed(int.from_bytes(self._key(query, "dropout")[:7]))
-        total = zeros(params)
-        if batch is not None:
-            total = clipped_sum(
-                self.loss,
-                self.module,
-                params,
-                batch,
-                max_grad_norm=self.max_grad_norm,
-                chunk=self.chunk,
-            )
+        total = clipped_sum(
+            self.loss,
+            self.module,
+            params,
+            self._seeded(query, records),
+            max_grad_norm=self.max_grad_norm,
+        )
         deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
@@ -111,6 +102,12 @@ class PrivateLoss:
             grads.append(summed.div_(self.examples.batch_size).to(param.dtype))
         loss: Tensor = _Gradients.apply(grads, *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
+
+    def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
+        """Yield the records, each with dropout masks that do not depend on the others."""
+        for number, record in records.items():
+            torch.manual_seed(int.from_bytes(self._key(query, f"dropout {number}")[:7]))
+            yield record
 
     def _cost(self) -> Step:
         rate = self.examples.sample_rate
@@ -125,8 +122,9 @@ class PrivateLoss:
                 step,
                 cost,
                 self.max_grad_norm,
-                self.chunk,
                 self.examples.batch_size,
+                # With the same noise the gradients by fewer parameters would differ by clipping.
+                sorted(trained(self.module, self.optimizer)),
             ),
             *(self.examples.number, torch.__version__, torch.get_num_threads(), device),
             os.urandom(32) if device.type != "cpu" else b"",
@@ -168,8 +166,36 @@ def _check_clipping(worker: Worker) -> None:
         )
 
 
-def _named(batch: Any) -> dict[str, Tensor]:
-    return {} if batch is None else {str(i): t for i, t in enumerate(tensors_of(batch)[0])}
+def _digest(records: Mapping[int, Any]) -> str:
+    tensors, others = {}, []
+    for number, record in records.items():
+        for name, value in _leaves(str(number), record):
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            else:
+                others.append((name, value))
+    return f"{others} {digest(tensors)}"
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, numbers and texts of a record, by name."""
+    if isinstance(value, Tensor | bool | int | float | str | bytes | None):
+        yield name, value
+        return
+    inside: Mapping[Any, Any]
+    if isinstance(value, Mapping):
+        inside = value
+    elif isinstance(value, tuple | list):
+        inside = dict(enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = {field.name: getattr(value, field.name) for field in fields(value)}
+    else:
+        raise SiteRefusedError(
+            "differential privacy needs examples of tensors, numbers and texts, or lists, tuples, "
+            f"dictionaries and dataclasses of them; got a {type(value).__name__}"
+        )
+    for key, each in inside.items():
+        yield from _leaves(f"{name}.{key!r}", each)
 
 
 class _Gradients(torch.autograd.Function):

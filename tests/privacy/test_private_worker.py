@@ -70,7 +70,7 @@ def guarded(account=None, *, of=lambda rows: (X[rows], Y[rows]), size=12, **opti
         loss=loss,
         examples=examples,
         account=account or Open(),  # type: ignore[arg-type]  # acts as an Account
-        **{"max_grad_norm": 1.0, "chunk": 5, **options},
+        **{"max_grad_norm": 1.0, **options},
     )
     return private(worker, made)
 
@@ -90,6 +90,24 @@ def test_without_noise_and_bound_it_trains_as_a_worker_without_privacy():
         worker.steps(0, 8)
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
     assert not torch.equal(weights(theirs), weights(plain()))
+
+
+def test_without_noise_and_bound_the_gradient_of_one_record_is_that_without_privacy():
+    """Bit for bit; that of several is summed in another order."""
+    worker = guarded(Open(noise=0.0), max_grad_norm=math.inf, size=1)
+    sizes = {}
+    for step in range(60):
+        drawn: list[int] = []
+        of = lambda rows, drawn=drawn: drawn.extend(rows) or (X[rows], Y[rows])  # noqa: E731
+        object.__setattr__(worker.loss_at, "examples", replace(worker.loss_at.examples, of=of))
+        ours = gradient(worker, step)
+        sizes[len(drawn)] = True
+        if len(drawn) == 1:
+            loss(worker.module, (X[drawn], Y[drawn])).backward()
+            theirs = torch.cat([p.grad.flatten() for p in worker.module.parameters()])
+            assert torch.equal(ours, theirs)
+            worker.module.zero_grad()
+    assert 1 in sizes
 
 
 def test_the_noise_has_the_stated_deviation():
@@ -112,16 +130,17 @@ def test_an_optimizer_may_be_told_the_deviation_of_the_noise():
 
 
 def test_each_record_is_drawn_by_a_coin_of_its_own():
-    sizes, seen = [], set()
+    drawn: list[list[int]] = []
 
     def of(rows):
-        sizes.append(len(rows))
-        seen.update(rows)
+        drawn[-1].extend(rows)
         return X[rows], Y[rows]
 
     worker = guarded(of=of, size=3)
     for step in range(60):
+        drawn.append([])
         worker.loss_at(step)
+    sizes, seen = [len(each) for each in drawn], {row for each in drawn for row in each}
     mean = sum(sizes) / 60
     assert mean == pytest.approx(3, abs=0.5)
     assert sum((s - 3) ** 2 for s in sizes) / 60 == pytest.approx(12 * 0.25 * 0.75, rel=0.5)
@@ -155,11 +174,33 @@ def moved(account):
     return worker
 
 
+def with_fewer_trained(account):
+    worker = guarded(account)
+    del worker.optimizer.param_groups[0]["params"][0]
+    return worker
+
+
+@dataclass(frozen=True)
+class Told:
+    """A record with a number, which its gradient depends on."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    weight: float
+
+
+def weighted(account, weight):
+    worker = guarded(account, of=lambda rows: Told(X[rows], Y[rows], weight))
+    told = lambda module, batch: batch.weight * loss(module, (batch.x, batch.y))  # noqa: E731
+    return replace(worker, loss_at=replace(worker.loss_at, loss=told))
+
+
 OTHER = {
     "secret": lambda account: guarded(replace(account, secret=bytes(31) + b"1")),
     "run": lambda account: guarded(account, context="another"),
     "record": lambda account: guarded(account, of=lambda rows: (X[rows], Y[rows] + 1e-6)),
     "parameters": moved,
+    "trained": with_fewer_trained,
 }
 
 
@@ -167,8 +208,24 @@ OTHER = {
 def test_any_other_query_has_other_noise_and_is_charged(other):
     account = Open(noise=100.0)
     once, again = gradient(guarded(account)), gradient(other(account))
-    assert torch.isclose(once, again, rtol=1e-3).sum() <= 1
+    assert torch.isclose(once[-len(again) :], again, rtol=1e-3).sum() <= 1
     assert len(account.charged) == 2
+
+
+def test_numbers_of_a_record_are_a_part_of_the_query():
+    account = Open(noise=100.0)
+    once, same, other = (gradient(weighted(account, weight)) for weight in (1.0, 1.0, 2.0))
+    assert torch.equal(once, same)
+    assert torch.isclose(once, other, rtol=1e-3).sum() <= 1
+    assert len(account.charged) == 2
+
+
+def test_a_record_of_what_cannot_be_told_apart_is_refused():
+    worker = guarded(of=lambda rows: (X[rows], object()))
+    with pytest.raises(
+        ValueError, match=r"examples of tensors, numbers and texts, .* got a object"
+    ):
+        gradient(worker)
 
 
 def test_noise_differs_between_steps_and_parameters_and_not_by_the_runs_seed():
@@ -189,6 +246,22 @@ def test_dropout_is_drawn_from_the_sites_secret():
     one, other = bytes(32), bytes(31) + b"1"
     assert torch.equal(summed(one), summed(one))
     assert not torch.equal(summed(one), summed(other))
+
+
+def test_dropout_of_a_record_does_not_depend_on_the_others():
+    def grads(scale):
+        of = lambda rows: (X[rows], Y[rows] * (scale if rows == [0] else 1))  # noqa: E731
+        worker = guarded(Open(noise=0.0), of=of)
+        worker.module.append(nn.Dropout(0.5))
+        records = {n: worker.loss_at.examples.of([n]) for n in range(4)}
+        seen = []
+        for number, (x, _) in zip(records, worker.loss_at._seeded(b"", records), strict=True):
+            seen.append(worker.module(x))
+            if scale == 0 and number == 0:
+                torch.rand(3)  # this one draws more
+        return torch.cat(seen)
+
+    assert torch.equal(grads(1), grads(0))
 
 
 def test_a_line_is_in_the_ledger_before_the_noise_is_drawn(tmp_path, monkeypatch):

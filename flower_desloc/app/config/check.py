@@ -80,7 +80,7 @@ _EXCLUSIONS: Final = (
     Exclusion(
         where=lambda config: config.privacy.epsilon is not None,
         keys=("federation.weighting", "model.compile", "model.precision"),
-        why="differential privacy hides the number of examples; PyTorch takes the gradient of each "
+        why="differential privacy hides the number of examples, and takes the gradient of each "
         "in full precision, and uncompiled",
     ),
     Exclusion(

@@ -88,7 +88,7 @@ class HasExamples(Protocol):
     def examples(self, numbers: Sequence[int]) -> Batch:
         """Return the training examples of these numbers, from 0 and below ``num_examples``.
 
-        A tensor, or a tuple, dictionary or dataclass of tensors with an example in each row.
+        A batch for ``Task.loss``. It is asked for one example at a time.
         """
 
 
