@@ -218,6 +218,17 @@ def federated() -> Table:
     return Table([*heads, "above Local ADOPT, %", "bytes, Local AdamW's being 1"], rows)
 
 
+def private_text() -> Table:
+    """Return each method's loss on text, compared with Local Adam at the same epsilon."""
+    rows, found = [], study_cells("privacy_text")
+    for one in found:
+        local = next(other for other in found if other["epsilon"] == one["epsilon"])
+        row = [one["epsilon"], one["method"], f"{one['tuned']:.2g}", one["seeds"]]
+        rows.append([*row, f"{one['mean']:.4f}", "" if one is local else _above(one, local)])
+    heads = ["epsilon", "method", "rate", "seeds", "held-out loss"]
+    return Table([*heads, "loss above Local Adam, %"], rows)
+
+
 def _above(one: Run, other: Run) -> str:
     """Return how far the scores of a cell of a study are above another's, paired by seed."""
     scores = (dict(enumerate(cell["scores"])) for cell in (one, other))
@@ -276,6 +287,7 @@ TABLES: dict[str, Draw] = {
     "fair_methods": partial(methods, FAIR, "Local"),
     "fair_federated": federated,
     "fair_outer": outer_steps,
+    "privacy_text": private_text,
     "fair_muon": partial(methods, {"IID": "muon_iid", "by domain": "muon_by_domain"}, "AdamW"),
     "wall_clock": clock,
 }

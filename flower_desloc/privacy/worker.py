@@ -105,8 +105,11 @@ class PrivateLoss:
 
     def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
         """Yield the records, each with dropout masks that do not depend on the others."""
+        on_cpu = next(self.module.parameters()).device.type == "cpu"
+        # Without an accelerator torch.manual_seed keeps its caller's stack, each time.
+        seed = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
         for number, record in records.items():
-            torch.manual_seed(int.from_bytes(self._key(query, f"dropout {number}")[:7]))
+            seed(int.from_bytes(self._key(query, f"dropout {number}")[:7]))
             yield record
 
     def _cost(self) -> Step:
