@@ -45,6 +45,7 @@ from flower_desloc.app.setup.preflight import (
 )
 from flower_desloc.app.sites.supervisor import ProcessError
 from flower_desloc.flower.client_state import STATE_DIR
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.system import described
 
@@ -54,6 +55,13 @@ class Engine(StrEnum):
 
     SIMULATION = "simulation"
     INPROCESS = "inprocess"
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The settings of ``federation`` that it does not use."""
+        # In one process a client's reply is there when the server first looks for it.
+        waits = ("timeout", "grace") if self is Engine.INPROCESS else ()
+        return ("data_address", *waits)
 
 
 def run(
@@ -128,6 +136,7 @@ def run(
         typer.echo(described())
         return
     require_writable(output_dir)
+    note_unused(config, engine)
     for_states = None
     with estimating():
         if ray_address:
@@ -144,6 +153,14 @@ def run(
             )
         else:
             _run_in_process(config, run_config, verbose=verbose)
+
+
+def note_unused(config: Config, engine: Engine) -> None:
+    """Name the settings of ``federation`` that are set, and that only other engines use."""
+    where = "in a simulation" if engine is Engine.SIMULATION else f"by --engine {engine}"
+    for name in engine.unused:
+        if getattr(config.federation, name) != getattr(Policy, name):
+            typer.echo(f"federation.{name} is not used {where}")
 
 
 def _preflight(

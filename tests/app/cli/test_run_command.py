@@ -31,6 +31,18 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(engine, "run_in_process", refuse)
 
 
+@pytest.mark.parametrize("name", list(run.Engine))
+def test_a_setting_of_federations_that_the_engine_does_not_use_is_named(name, capsys):
+    waits = "federation.timeout=5 federation.on_failure=continue federation.grace=3"
+    run.note_unused(load("quickstart", f"federation.data_address=a:1 {waits}"), name)
+    said = capsys.readouterr().out.splitlines()
+    where = {"simulation": "in a simulation", "inprocess": "by --engine inprocess"}[name]
+    waited = ["timeout", "grace"] if name == "inprocess" else []
+    assert said == [f"federation.{key} is not used {where}" for key in ("data_address", *waited)]
+    run.note_unused(load("quickstart"), name)
+    assert capsys.readouterr().out == ""
+
+
 # --- The configuration comes first -------------------------------------------------------------
 
 
