@@ -7,18 +7,19 @@ several.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flower_desloc.app.config.errors import ConfigError
 from flower_desloc.app.config.schema import AUTO, COLUMN, PARTITIONS, Config, Optimizer, ParamGroup
 from flower_desloc.app.config.units import TEXT
+from flower_desloc.app.config.yaml12 import inline
 from flower_desloc.core.formats import lossy
-from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
 from flower_desloc.flower.options import BY_FLOWERS_OWN, BY_GRADIENTS, BY_RESETS, BY_SECURE_SUMS
 from flower_desloc.optim import OPTIMIZERS
@@ -32,6 +33,7 @@ OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZ
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
 USED_BY: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "sync_bound": ("strategy", ("desloc",)),
     "data.alpha": ("data.partition", ("dirichlet", "quantity")),
     "data.classes_per_client": ("data.partition", ("pathological",)),
     "outer.lr": ("outer.name", ("sgd", "adam")),
@@ -42,22 +44,54 @@ USED_BY: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 }
 """By setting, another one and those of its values that use it. A task of your own may use all."""
 
+CONDITIONAL: Final = (
+    *USED_BY,
+    *(f"optimizer.{f.name}" for f in dataclasses.fields(Optimizer) if f.name in OPTIMIZER_SETTINGS),
+)
+"""Settings that only some values of others use."""
 
-def _only(key: str, of: str, values: tuple[str, ...]) -> Exclusion:
-    """Return what excludes ``key`` where ``of`` has another value than ``values``."""
-    chosen = attrgetter(of)
 
-    def where(config: Config) -> bool:
-        mine = key.startswith("data.") and config.task not in PARTITIONS
-        return not mine and chosen(config) not in values
+def choices_of(key: str) -> tuple[str, ...]:
+    """Return the settings by whose values a setting in ``USED_BY`` is used."""
+    of, _ = USED_BY[key]
+    return of, {"data": "task", "outer": "strategy"}.get(key.partition(".")[0], of)
 
-    why = f"only {of}={' or '.join(values)} uses it, not {of}={{0.{of}}}"
-    return Exclusion(where=where, keys=(key,), why=why)
+
+def why_unused(key: str, setting: Callable[[str], Any]) -> str | None:
+    """Return why nothing uses a setting in ``CONDITIONAL``; None if something does.
+
+    ``setting`` returns the value of any other setting.
+    """
+    section, _, name = key.partition(".")
+    if section == "optimizer":
+        chosen = str(setting("optimizer.name"))
+        if name in _fields_of(chosen):
+            return None
+        if chosen in OPTIMIZERS:
+            return f"optimizer.name={chosen} has no such setting"
+        return (
+            f"it is for this project's own optimizers, and optimizer.name={chosen} takes "
+            f"optimizer.options.{name}"
+        )
+    of, users = USED_BY[key]
+    if section == "data":
+        task = setting("task")
+        if task not in [*PARTITIONS]:
+            return None
+        users = tuple(user for user in users if user in PARTITIONS[task])
+        if not users:
+            return f"task={task} does not use it"
+    if section in ("outer", "sync_bound"):
+        if setting("strategy") != "desloc":
+            return BY_FLOWERS_OWN.why
+        if GRADIENTS in setting("sync"):
+            return BY_GRADIENTS.why
+    value = setting(of)
+    return None if value in users else f"only {of}={' or '.join(users)} uses it, not {of}={value}"
 
 
 _SIMULATED: Final = "simulation.num_clients"
 _EXCLUSIONS: Final = (
-    *(_only(key, *used) for key, used in USED_BY.items()),
     dataclasses.replace(BY_FLOWERS_OWN, where=lambda config: not config.is_desloc),
     dataclasses.replace(BY_GRADIENTS, where=lambda config: config.averages_gradients),
     dataclasses.replace(BY_RESETS, where=lambda config: RESET in config.sync.values()),
@@ -92,11 +126,14 @@ _EXCLUSIONS: Final = (
 """What excludes what; what a federation's policy excludes is stated with it."""
 
 
-def check(config: Config) -> None:
-    """Raise ``ConfigError`` for the first impossible value of ``config``."""
+def check(config: Config, stated: Container[str] = ()) -> None:
+    """Raise ``ConfigError`` for the first impossible value of ``config``.
+
+    A setting that nothing uses must have its default, and must not be among the keys ``stated``.
+    """
     of_all = (
-        problems, _data, _options, _unused, _groups, _model, _run, _outer, _lr_schedule, _excluded,
-        _strategy, _sync, _compression,
+        problems, _data, _options, lambda config: _unused(config, stated), _groups, _model, _run,
+        _outer, _lr_schedule, _excluded, _strategy, _sync, _compression,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
@@ -226,23 +263,20 @@ def _fields_of(optimizer: str) -> list[str]:
     return [field.name for field in dataclasses.fields(Optimizer) if field.name in settings]
 
 
-def _unused(config: Config) -> Iterator[str]:
-    """Yield settings that the chosen optimizer does not have."""
-    optimizer, default = config.optimizer, Optimizer()
-    for key in (field.name for field in dataclasses.fields(Optimizer)):
-        if key not in OPTIMIZER_SETTINGS or key in _fields_of(optimizer.name):
-            continue
-        value = getattr(optimizer, key)
-        if value == getattr(default, key):
-            continue
-        stated = f"optimizer.{key}={value}"
-        if optimizer.name in OPTIMIZERS:
-            yield f"{stated}: {optimizer.name=!s} has no such setting; leave it out"
-        else:
-            yield (
-                f"{stated}: is for this project's own optimizers; set optimizer.options.{key} for "
-                f"{optimizer.name=!s}"
-            )
+def _unused(config: Config, stated: Container[str]) -> Iterator[str]:
+    """Yield settings that nothing uses and that are stated, or are not at their defaults."""
+    default = Config()
+
+    def setting(key: str) -> Any:
+        return attrgetter(key)(config)
+
+    for key in CONDITIONAL:
+        value = setting(key)
+        if key in stated or value != attrgetter(key)(default):
+            why = why_unused(key, setting)
+            if why is not None:
+                shown = [*value] if isinstance(value, tuple) else value
+                yield f"{key}={inline(shown)}: {why}; leave it out"
 
 
 def _number_of_betas(key: str, betas: tuple[float, ...], name: str) -> Iterator[str]:

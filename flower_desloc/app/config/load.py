@@ -1,26 +1,34 @@
 """Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from flower_desloc.app.config import overrides as words
 from flower_desloc.app.config.app_folder import PRESETS
-from flower_desloc.app.config.check import OPTIMIZER_SETTINGS, USED_BY, check, own_options
+from flower_desloc.app.config.check import (
+    CONDITIONAL,
+    OPTIMIZER_SETTINGS,
+    USED_BY,
+    check,
+    choices_of,
+    own_options,
+    why_unused,
+)
 from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.schema import PARTITIONS, Config, Optimizer, Run
+from flower_desloc.app.config.schema import Config, Optimizer, Run
 from flower_desloc.app.config.typed import field_type, is_section, typed
 from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.flower.options import BY_FLOWERS_OWN
 from flower_desloc.optim import OPTIMIZERS
 
 _EXTENDS = "extends"
 _SYNC = "sync"
-_BOUND = "sync_bound"
 _AVERAGES = (
     *(each.name for each in fields(Config) if each.name.startswith(_SYNC)),
     *("compression", "outer", "strategy_options"),
@@ -28,7 +36,12 @@ _AVERAGES = (
 """Sections and settings of averages that data parallelism does not make."""
 
 
-def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
+def load(
+    config: str,
+    overrides: str | Sequence[str] = (),
+    *,
+    presets: Path = PRESETS,
+) -> Config:
     """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
 
     ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
@@ -36,7 +49,8 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A period that is
     null is left out. A file or overrides that name another optimizer bring the defaults of that
     one, and must state its learning rate. If they state ``sync.gradients``, all other settings of
-    averages are dropped; if another partition, outer optimizer or schedule, what it does not use.
+    averages are dropped; if another task, partition, outer optimizer or schedule, what it does not
+    use. An override that nothing uses is refused.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -49,16 +63,13 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         merged = _on_top(layer, merged)
     on_top = _nested(overrides)
     merged = _on_top(on_top, merged)
-    # On by default, so that only an override shows that it is stated: a file may be of ``dump``.
-    if _BOUND in on_top and values(merged.get("strategy", "desloc")) != "desloc":
-        bound = json.dumps(values(on_top[_BOUND]))
-        raise ConfigError(f"{_BOUND}={bound}: {BY_FLOWERS_OWN.why}; leave it out")
+    # Only an override shows that it is stated: a file may be of ``dump``, which states all.
+    stated = _conditional(on_top)
     if isinstance(merged.setdefault("optimizer", {}), dict):
         merged["optimizer"] = _with_defaults(merged["optimizer"])
-    if periods := _section(merged, _SYNC):
-        stated = {key: period for key, period in periods.items() if values(period) is not None}
-        merged[_SYNC] = stated
-    return _typed(merged)
+    if _section(merged, _SYNC):
+        merged[_SYNC] = _periods(merged)
+    return _typed(merged, stated)
 
 
 def replaced_by_gradients(config: str, overrides: Sequence[str]) -> list[str]:
@@ -187,15 +198,53 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
 
 def _for_choices(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` without what a choice of ``layer``, such as its partition, does not use."""
-    kept = dict(base)
-    is_ours = values(layer.get("task", base.get("task", Config.task))) in [*PARTITIONS]
-    for key, (of, users) in USED_BY.items():
-        section, _, name = key.partition(".")
-        choice = values(_section(layer, section).get(of.partition(".")[2]))
-        is_unused = choice is not None and choice not in users
-        if is_unused and name in _section(kept, section) and (is_ours or section != "data"):
-            kept[section] = {k: v for k, v in kept[section].items() if k != name}
+    chosen = [key for key in USED_BY if any(_states(layer, of) for of in choices_of(key))]
+    kept = _without_unused(base, chosen, above=layer)
+    task = values(layer.get("task"))
+    if task is not None and task != values(base.get("task", Config.task)):
+        kept.pop("task_options", None)
     return kept
+
+
+def _without_unused(
+    stated: Mapping[str, Any], keys: Iterable[str], above: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return ``stated`` without those of ``keys`` that nothing uses under ``above`` on top."""
+    kept, setting = dict(stated), partial(_setting, _merge(stated, above or {}))
+    for key in keys:
+        section, _, name = key.partition(".")
+        if _states(kept, key) and why_unused(key, setting) is not None:
+            if name:
+                kept[section] = {k: v for k, v in kept[section].items() if k != name}
+            else:
+                del kept[section]
+    return kept
+
+
+def _conditional(layer: Mapping[str, Any]) -> set[str]:
+    """Return the keys of settings that only some choices use, and that ``layer`` states."""
+    return {key for key in CONDITIONAL if _states(layer, key)}
+
+
+def _states(layer: Mapping[str, Any], key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in _section(layer, section) if name else section in layer
+
+
+def _setting(stated: Mapping[str, Any], key: str) -> Any:
+    """Return what ``stated`` states for a dotted key, otherwise its default."""
+    section, _, name = key.partition(".")
+    if not _states(stated, key):
+        return attrgetter(key)(Config())
+    if key == _SYNC:
+        return _periods(stated)
+    return values(stated[section][name] if name else stated[section])
+
+
+def _periods(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the periods of a section ``sync``, without those that are null."""
+    every = _section(stated, _SYNC).items()
+    return {key: period for key, period in every if values(period) is not None}
 
 
 def _share_rate(one: str, other: str) -> bool:
@@ -270,8 +319,8 @@ class _Alone(dict[str, Any]):
     """Settings that replace those below them."""
 
 
-def _typed(stated: Mapping[str, Any]) -> Config:
-    config = typed(Config, stated)
+def _typed(content: Mapping[str, Any], stated: Container[str] = ()) -> Config:
+    config = typed(Config, content)
     assert isinstance(config, Config)
-    check(config)
+    check(config, stated)
     return config

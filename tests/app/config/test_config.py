@@ -498,8 +498,14 @@ ADVISED = [
                 "lr_schedule.name=cosine lr_schedule.decay_steps=2",
             ),
             "data.partition=iid data.alpha=0.1",
+            "sync.gradients=1 sync_bound=false",
         )
     ),
+    *(("diloco", f"outer.name=none {words}") for words in ("outer.momentum=0", "outer.lr=0.7")),
+    *(("digits", f"data.partition=iid {words}") for words in ("data.alpha=0.5", "data.alpha=0.3")),
+    *((preset, "outer.lr=0.5") for preset in ("fedavg", "ddp")),
+    *(("ddp", f"sync_bound={stated}") for stated in ("true", "false")),
+    ("desloc_sgdm", "optimizer.betas=[0.95,0.9999]"),
     ("quickstart", "run.patience=3"),
     ("quickstart", "run.track_model=true"),
     ("quickstart", "federation.average=median federation.min_steps=0.5"),
@@ -528,15 +534,50 @@ ADVISED = [
 def test_what_a_refusal_says_to_set_can_be_set_and_helps(preset, words):
     with pytest.raises(ConfigError) as error:
         load(preset, words)
-    advice = re.search(r"(?:set|needs) ([\w.]+=[^\s;]*)$", str(error.value))
-    assert advice, error.value
+    said = str(error.value)
+    if said.endswith("; leave it out"):
+        *others, last = words.split()
+        assert said.startswith(last.partition("=")[0])
+        load(preset, others)
+        return
+    advice = re.search(r"(?:set|needs) ([\w.]+=[^\s;]*)$", said)
+    assert advice, said
     load(preset, f"{words} {advice[1]}")
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "choices"),
+    [
+        ("quickstart", "data.alpha=0.1", ["data.partition=dirichlet", "data.partition=quantity"]),
+        ("quickstart", "data.classes_per_client=3", []),
+        ("digits", "data.classes_per_client=3", ["data.partition=pathological"]),
+        ("quickstart", "outer.lr=0.5", ["outer.name=sgd", "outer.name=adam"]),
+        ("quickstart", "lr_schedule.final=0.1", ["lr_schedule.name=cosine"]),
+        ("fedavg", "outer.lr=0.5", ["strategy=desloc"]),
+        ("ddp", "outer.lr=0.5", []),
+    ],
+)
+def test_a_refusal_names_only_choices_that_can_be_made(preset, words, choices):
+    with pytest.raises(ConfigError, match=r"; leave it out$") as error:
+        load(preset, words)
+    said = re.search(r"only ([\w.]+)=([\w ]+?) (?:uses|has) it", str(error.value))
+    named = [f"{said[1]}={value}" for value in said[2].split(" or ")] if said else []
+    assert named == choices
+    for choice in named:
+        others = " outer.name=sgd" if choice == "strategy=desloc" else ""
+        load(preset, f"{words} {choice}{others}")
 
 
 @pytest.mark.parametrize("stated", ["true", "false"])
 def test_a_bound_that_flowers_strategies_lack_is_refused(stated):
     parts = [f"sync_bound={stated}: only strategy=desloc has it", "leave it out"]
     assert_refused(parts, load, "fedavg", f"sync_bound={stated}")
+
+
+@pytest.mark.parametrize("name", ["fedavgg", "null", "[a]"])
+def test_a_wrong_strategy_is_refused_before_what_only_another_has(name):
+    parts = [f"strategy={name}: must be one of desloc, fedavg"]
+    assert_refused(parts, load, "fedavg", f"strategy={name} sync_bound=true")
 
 
 def test_a_file_that_states_the_whole_configuration_is_loaded_again(tmp_path):
@@ -564,6 +605,16 @@ def test_what_a_presets_partition_uses_is_left_out_under_another():
     assert load("digits", "data.partition=iid").data.alpha == Config().data.alpha
     with pytest.raises(ConfigError, match=r"^data\.alpha=0\.2"):
         load("digits", "data.partition=iid data.alpha=0.2")
+
+
+def test_what_belongs_to_the_task_of_a_file_is_left_out_under_another(tmp_path):
+    path = tmp_path / "mine.yaml"
+    own = "{partition: iid, alpha: 0.05}\ntask_options: {depth: 3}"
+    path.write_text(f"extends: digits\ntask: tiny:Task\ndata: {own}\n")
+    assert load(str(path)).data.alpha == 0.05
+    changed = load(str(path), "task=image_classification")
+    assert (changed.data.alpha, changed.task_options) == (Config().data.alpha, {})
+    assert load(str(path), "data.partition=iid").task_options == {"depth": 3}
 
 
 BROKEN_FILES = {
