@@ -40,6 +40,7 @@ def load(
     config: str,
     overrides: str | Sequence[str] = (),
     *,
+    must_use: str | Sequence[str] | None = None,
     presets: Path = PRESETS,
 ) -> Config:
     """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
@@ -50,7 +51,8 @@ def load(
     null is left out. A file or overrides that name another optimizer bring the defaults of that
     one, and must state its learning rate. If they state ``sync.gradients``, all other settings of
     averages are dropped; if another task, partition, outer optimizer or schedule, what it does not
-    use. An override that nothing uses is refused.
+    use. An override that nothing uses is refused; with ``must_use``, only if it is also among
+    these, and otherwise left out.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -65,11 +67,24 @@ def load(
     merged = _on_top(on_top, merged)
     # Only an override shows that it is stated: a file may be of ``dump``, which states all.
     stated = _conditional(on_top)
+    if must_use is not None:
+        required = _conditional(_nested(must_use))
+        merged = _without_unused(merged, stated - required)
+        stated &= required
     if isinstance(merged.setdefault("optimizer", {}), dict):
         merged["optimizer"] = _with_defaults(merged["optimizer"])
     if _section(merged, _SYNC):
         merged[_SYNC] = _periods(merged)
     return _typed(merged, stated)
+
+
+def unused(config: Config, overrides: Sequence[str]) -> dict[str, str]:
+    """Return the keys of ``overrides`` that ``config`` does not use, and why not."""
+    reasons = {
+        key: why_unused(key, lambda other: attrgetter(other)(config))
+        for key in sorted(_conditional(_nested(overrides)))
+    }
+    return {key: why for key, why in reasons.items() if why is not None}
 
 
 def replaced_by_gradients(config: str, overrides: Sequence[str]) -> list[str]:

@@ -127,6 +127,8 @@ class Cell:
     config: str
     """Preset or path of a YAML file."""
     overrides: tuple[str, ...]
+    own: tuple[str, ...] | None = None
+    """Those of the overrides that the cell must use; None: all."""
     search: Search | None = None
 
     @property
@@ -143,14 +145,20 @@ class Cell:
         """
         return "_".join(map(_slug, self.labels.values())) or "all"
 
+    def load(self, *more: str) -> Config:
+        """Return the cell's configuration, with ``more`` overrides.
+
+        Of the overrides of all cells, those that this one does not use are left out.
+        """
+        return load_once(self.config, (*self.overrides, *more), self.own)
+
     def run(self, seed: int, position: int | None = None) -> "StudyRun":
         """Return the run with a seed, at a position of the search."""
-        tuned, overrides = "", self.overrides
+        tuned, config = "", self.load()
         if self.search is not None and position is not None:
             value = self.search.value(position)
             tuned = f"{self.search.key}={value:g}"
-            overrides = (*overrides, f"{self.search.key}={value}")
-        config = load_once(self.config, overrides)
+            config = self.load(f"{self.search.key}={value}")
         named = with_run(config, name=self.slug[:80], seed=seed)
         code, files = code_once(user_modules(config)), files_once(config.data.source)
         return StudyRun(self, seed, tuned, named, code, files)
@@ -240,9 +248,11 @@ def files_once(source: str) -> str:
 
 
 @cache
-def load_once(config: str, overrides: tuple[str, ...]) -> Config:
+def load_once(
+    config: str, overrides: tuple[str, ...], must_use: tuple[str, ...] | None = None
+) -> Config:
     """Load a configuration, or return it from the cache: each run's is needed many times."""
-    return load(config, overrides)
+    return load(config, overrides, must_use=must_use)
 
 
 def _slug(label: str) -> str:

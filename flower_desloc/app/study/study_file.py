@@ -11,12 +11,13 @@ from typing import Any, Final
 from flower_desloc.app.config import Config, ConfigError, yaml12
 from flower_desloc.app.config.check import NAME, check_clients
 from flower_desloc.app.config.errors import one_line, suggestion
+from flower_desloc.app.config.load import unused
 from flower_desloc.app.config.overrides import override, split
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.metric import DIRECTIONS, Named
 from flower_desloc.app.setup.streams import RunStreams
-from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, Target, load_once
+from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, Target
 from flower_desloc.app.study.search import Search
 
 _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
@@ -93,7 +94,7 @@ def _named_score(study: Study, option: str, text: str) -> ScoreSpec:
         )
     where = where or (study.score.where if study.score.where != "train" else "central")
     for cell in study.cells:
-        if not getattr(load_once(cell.config, cell.overrides).evaluation, where):
+        if not getattr(cell.load().evaluation, where):
             raise ConfigError(f"{option} {text}: needs evaluation.{where}=true")
     return replace(study.score, metric=metric, direction=direction, where=where)
 
@@ -122,9 +123,11 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
             )
         cells.append(cell)
     _require_distinct(cells)
+    _require_used(cells, "base: ", base["overrides"])
+    _require_used(cells, "", overrides)
     score = _score(yaml12.values(values.get("score")))
     for cell in cells:
-        evaluation = load_once(cell.config, cell.overrides).evaluation
+        evaluation = cell.load().evaluation
         if score.where != "train" and not getattr(evaluation, score.where):
             raise ConfigError(f"score.where={score.where}: but evaluation.{score.where}=false")
     study = Study(
@@ -182,14 +185,15 @@ def _cell(
     config = str(_one_of(chosen, "config", base["config"]))
     if config.endswith((".yaml", ".yml")):
         config = str(path.parent / config)  # relative to the study's file, like `extends`
-    changes = [o for values in (base, *chosen.values()) for o in values["overrides"]]
-    cell = Cell(labels=labels, config=config, overrides=(*changes, *overrides))
+    own = tuple(o for values in chosen.values() for o in values["overrides"])
+    common = base["overrides"]
+    cell = Cell(labels=labels, config=config, overrides=(*common, *own, *overrides), own=own)
     try:
-        absolute = absolute_paths(load_once(cell.config, cell.overrides))
+        absolute = absolute_paths(cell.load())
         words = [override(key, path) for key, path in absolute.items()]
         cell = replace(cell, overrides=(*cell.overrides, *words))
-        check_clients(load_once(cell.config, cell.overrides))
-        RunStreams(load_once(cell.config, cell.overrides)).check()
+        check_clients(cell.load())
+        RunStreams(cell.load()).check()
     except ConfigError as error:
         raise ConfigError(f"in the cell {cell.name!r}: {error}") from error
     return cell
@@ -205,9 +209,14 @@ def _one_of(chosen: Mapping[str, Mapping[str, Any]], key: str, default: Any) -> 
 def _search(values: Mapping[str, Any], cell: Cell, seeds: tuple[int, ...]) -> Search:
     if "key" not in values:
         raise ConfigError(f"sweep of the cell {cell.name!r}: state the key to tune")
-    key, numbers = str(values["key"]), _numbers(load_once(cell.config, cell.overrides))
+    key, numbers = str(values["key"]), _numbers(cell.load())
     if key not in numbers:
         raise ConfigError(f"sweep.key={key}: no such number{suggestion(key, numbers)}")
+    for why in unused(cell.load(), [f"{key}={numbers[key]}"]).values():
+        raise ConfigError(
+            f"sweep.key={key}: the cell {cell.name!r} does not use it ({why}); state sweep: none "
+            "in its axis"
+        )
     if numbers[key] <= 0:
         raise ConfigError(
             f"sweep.key={key}: the search begins at the cell's own value, which is "
@@ -301,6 +310,15 @@ def _mapping(values: Any, where: str, known: Sequence[str] | None = None) -> dic
                 f"{where} has {', '.join(known)}"
             )
     return named
+
+
+def _require_used(cells: Sequence[Cell], where: str, overrides: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for one of the overrides of all cells that no cell uses."""
+    every = [unused(cell.load(), overrides) for cell in cells]
+    for key, why in every[0].items():
+        if all(key in each for each in every):
+            more = f"; in {cells[0].name!r} {why}" if len(cells) > 1 else f": {why}"
+            raise ConfigError(f"{where}{key}: no cell uses it{more}; leave it out")
 
 
 def _require_distinct(cells: Sequence[Cell]) -> None:

@@ -617,6 +617,16 @@ def test_what_belongs_to_the_task_of_a_file_is_left_out_under_another(tmp_path):
     assert load(str(path), "data.partition=iid").task_options == {"depth": 3}
 
 
+def test_an_override_that_need_not_be_used_is_left_out_where_nothing_uses_it():
+    words = ["data.alpha=0.1", "outer.momentum=0.6", "optimizer.betas=[0.9,0.99]"]
+    config = load("desloc_sgdm", words, must_use=())
+    assert config == load("desloc_sgdm")
+    used = load("digits", [*words, "data.partition=dirichlet"], must_use=())
+    assert (used.data.alpha, used.optimizer.betas) == (0.1, (0.9, 0.99))
+    with pytest.raises(ConfigError, match=r"^data\.alpha=0\.1: .*; leave it out$"):
+        load("desloc_sgdm", words, must_use=["data.alpha=0.1"])
+
+
 BROKEN_FILES = {
     "invalid_yaml": ("run: [", ["not valid YAML", "broken.yaml"]),
     "duplicate_key": ("run: {seed: 1}\nrun: {seed: 2}", ["not valid YAML", "duplicate key run"]),

@@ -28,7 +28,7 @@ from recorded import a_run_info, windows_of
 from scripts import ROOT
 from tiny import TINY
 
-from flower_desloc.app.config import ConfigError, dump, load
+from flower_desloc.app.config import Config, ConfigError, dump
 from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs.folder import read_lines
@@ -46,6 +46,7 @@ from flower_desloc.app.study.workers import WorkerPool, run_to_end
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.observer import EvaluationRecord
 
+PARTITIONED = "{iid: [data.partition=iid], skewed: [data.partition=dirichlet]}"
 STUDIES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name == "studies")
 OF_USERS = [path for path in STUDIES if path.parents[1] == ROOT]
 [MINIATURE] = (path for path in STUDIES if path.stem == "miniature")
@@ -203,6 +204,21 @@ axes: {K: {016: {config: desloc_sgdm, overrides: {sync: {params: 016}}}, no: "da
         ("score: {where: elsewhere}", "score.where=elsewhere: must be one of central"),
         ("base: [evaluation.central=false]", "score.where=central: but evaluation.central=false"),
         ("base: 3", "base: a list of key=value"),
+        ("base: [data.alpha=0.1]", "base: data.alpha: no cell uses it: only data.partition="),
+        (
+            f"base: [data.alpha=0.1]\naxes: {{data: {PARTITIONED}}}".replace(
+                "dirichlet", "by_domain"
+            ),
+            "base: data.alpha: no cell uses it; in 'iid' only data.partition=dirichlet or quantity",
+        ),
+        (
+            f"axes: {{data: {PARTITIONED.replace('=iid', '=iid, data.alpha=0.1')}}}",
+            "in the cell 'iid': data.alpha=0.1: only data.partition=dirichlet or quantity",
+        ),
+        (
+            f"sweep: {{key: data.alpha}}\naxes: {{data: {PARTITIONED}}}",
+            "sweep.key=data.alpha: the cell 'iid' does not use it",
+        ),
         ("- a", "the study: must be a mapping"),
     ],
 )
@@ -210,6 +226,24 @@ def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, 
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         study(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path / 'mine.yaml'}: ")
+
+
+def test_a_setting_of_all_cells_is_left_out_where_nothing_uses_it(tmp_path):
+    data = f"axes: {{data: {PARTITIONED}}}"
+    default = Config()
+    for text, words in ((f"base: [data.alpha=0.1]\n{data}", []), (data, ["data.alpha=0.1"])):
+        made, _ = study(tmp_path, text, words)
+        alphas = [cell.run(0).config.data.alpha for cell in made.cells]
+        assert alphas == [default.data.alpha, 0.1]
+    made, _ = study(
+        tmp_path,
+        "base: [outer.momentum=0.6]\n"
+        "axes: {method: {FedAvg: {config: local_adam}, DiLoCo: {config: diloco}}}",
+    )
+    momenta = [cell.run(0).config.outer.momentum for cell in made.cells]
+    assert momenta == [default.outer.momentum, 0.6]
+    with pytest.raises(ConfigError, match=r"mine\.yaml: outer\.lr: no cell uses it; in 'iid'"):
+        study(tmp_path, data, ["outer.lr=0.5"])
 
 
 def test_a_runs_digest_depends_on_the_settings_and_not_on_the_name():
@@ -550,7 +584,7 @@ def test_every_study_has_cells_that_are_valid_and_rightly_named(path):
     assert path.read_text().startswith("# ")
     assert len(made.cells) == math.prod(map(len, made.axes.values()))
     for cell in made.cells:  # a cell that is named after an optimizer has it
-        optimizer = load(cell.config, cell.overrides).optimizer.name
+        optimizer = cell.load().optimizer.name
         named = {word.lower() for word in re.findall(r"\b(ADOPT|Adam|AdamW|SGDM)\b", cell.name)}
         assert named <= {optimizer, optimizer.removesuffix("w")}, cell.name  # "Local Adam"
 
