@@ -507,3 +507,17 @@ def test_a_checkpoint_is_resumed_with_its_own_settings_only(tmp_path):
         to_resume(
             load("quickstart", f"run.resume={folder.parent} federation.norm_bound=3"), tmp_path
         )
+
+
+def test_a_value_that_nothing_uses_does_not_keep_a_run_from_being_resumed(tmp_path):
+    folder = tmp_path / "quickstart" / "checkpoints"
+    folder.mkdir(parents=True)
+    ours = load("quickstart", f"run.resume={folder.parent}")
+    other = dump(load("quickstart")).replace("alpha: 0.5", "alpha: 0.3")
+    assert other != dump(load("quickstart"))
+    Checkpoints(folder, 1, other).write(a_checkpoint())
+    assert to_resume(ours, tmp_path) is not None
+    Checkpoints(folder, 1, other + "no_such_setting: 1\n").write(a_checkpoint())
+    said = r"step-00000004\S*: the configuration was written by another version of .*new run$"
+    with pytest.raises(ConfigError, match=said):
+        to_resume(ours, tmp_path)

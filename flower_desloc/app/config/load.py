@@ -103,12 +103,20 @@ def dump(config: Config) -> str:
     return write(asdict(config))
 
 
-def parse(text: str) -> Config:
-    """Return the configuration that ``dump`` wrote.
+def parse(text: str, remedy: str = "start a new run") -> Config:
+    """Return the configuration that ``dump`` wrote, with defaults for settings that nothing uses.
 
-    Raises ``ConfigError`` as ``load`` does.
+    Raises ``ConfigError``, which says to do ``remedy``, if it is not one of this version.
     """
-    return _typed(_mapping(text, "the configuration"))
+    try:
+        stated = _mapping(text, "the configuration")
+        return _typed(_without_unused(stated, CONDITIONAL))
+    except ConfigError as error:
+        reason = str(error).partition("; ")[0]
+        raise ConfigError(
+            f"the configuration was written by another version of flower-desloc ({reason}); "
+            f"{remedy}"
+        ) from error
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:

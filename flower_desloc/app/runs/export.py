@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from flower_desloc.app.config import parse
+from flower_desloc.app.config import ConfigError, parse
 from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.runs.card import card
 from flower_desloc.app.runs.folder import RunFolder, read_lines, replaced
@@ -56,7 +56,10 @@ def _write(run: RunFolder, file: Path, folder: Path) -> None:
     checkpoint = Checkpoint.read(file)
     if checkpoint.step == 0:
         raise ValueError(f"{file}: has not completed a window; there is nothing to export")
-    config = parse(checkpoint.settings)
+    try:
+        config = parse(checkpoint.settings)
+    except ConfigError as error:
+        raise ValueError(f"{file}: {error}") from error
     task, model = averaged_model(checkpoint)
     try:
         task.save(model, folder)

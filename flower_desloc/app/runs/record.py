@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flower_desloc.app.config import parse
+from flower_desloc.app.config import ConfigError, parse
 from flower_desloc.app.config.units import count_text, schedule_text
 from flower_desloc.app.config.yaml12 import YAMLError, read, values
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
@@ -158,8 +158,11 @@ def load(path: Path) -> RunRecord:
     with _reading(folder.metrics, "not one JSON object a line"):
         lines = list(read_lines(folder.metrics))
     if not folder.summary.exists():
-        with _reading(folder.config, "not a configuration of this version"):
+        try:
             settings = parse(text)
+        except ConfigError as error:
+            raise NoRunError(f"{folder.config}: {error}") from error
+        with _reading(folder.metrics, "not the windows of a run"):
             steps, sizes = settings.run.steps, _sizes(lines)
             run = known_from(settings, steps, sizes)
             summary = build(lines, config=settings, run=run, status="unfinished")

@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from flower_desloc.app.config import Config, ConfigError, dump
+from flower_desloc.app.config import Config, ConfigError, dump, parse
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.yaml12 import YAMLError
 from flower_desloc.app.runs.copy import fetched, is_url
@@ -171,7 +171,12 @@ def _read(file: Path) -> Checkpoint:
 
 
 def _require_same(config: Config, settings: str, file: Path) -> None:
-    ours, theirs = (flat(yaml_mapping(text)) for text in (dump(config), settings))
+    try:
+        recorded = parse(settings)
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    # As YAML has them, a tuple is a list.
+    ours, theirs = (flat(yaml_mapping(dump(each))) for each in (config, recorded))
     keys = sorted({*ours, *theirs} - {*that_may_differ(Config)})
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     other += [key for key in _ON_OR_OFF if (ours.get(key) is None) != (theirs.get(key) is None)]

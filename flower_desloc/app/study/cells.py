@@ -106,10 +106,11 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
         while positions := untried(scores, search.start, max_values):
             for position in positions:
                 try:
-                    finished, missing = _find(cell, search.seeds, position, store)
+                    runs = _runs(cell, search.seeds, position)
                 except ConfigError:
                     scores[position] = math.inf  # beyond the setting's limits
                     continue
+                finished, missing = _find(runs, store)
                 state.missing += missing
                 state.search_runs += finished
                 if not missing:
@@ -122,7 +123,7 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
         state.position = best(scores)
         if state.position is None:
             return state
-    state.runs, state.missing = _find(cell, study.seeds, state.position, store)
+    state.runs, state.missing = _find(_runs(cell, study.seeds, state.position), store)
     return state
 
 
@@ -139,11 +140,12 @@ def of_other_library(states: Mapping[str, CellState]) -> int:
     return sum(run.outcome.get("library") != fingerprint() for run in runs.values())
 
 
-def _find(
-    cell: Cell, seeds: tuple[int, ...], position: int | None, store: Store
-) -> tuple[list[FinishedRun], list[StudyRun]]:
-    """Return the finished runs of some seeds, and the missing ones."""
-    runs = {seed: cell.run(seed, position) for seed in seeds}
-    found = {seed: store.finished(run) for seed, run in runs.items()}
-    finished = [run for run in found.values() if run is not None]
-    return finished, [runs[seed] for seed, run in found.items() if run is None]
+def _runs(cell: Cell, seeds: tuple[int, ...], position: int | None) -> list[StudyRun]:
+    return [cell.run(seed, position) for seed in seeds]
+
+
+def _find(runs: list[StudyRun], store: Store) -> tuple[list[FinishedRun], list[StudyRun]]:
+    """Return the finished ones of some runs, and the missing ones."""
+    found = [store.finished(run) for run in runs]
+    finished = [done for done in found if done is not None]
+    return finished, [run for run, done in zip(runs, found, strict=True) if done is None]

@@ -152,7 +152,10 @@ class Store:
         return self.path / ".failed" / run.cell.slug / run.folder
 
     def finished(self, run: StudyRun) -> FinishedRun | None:
-        """Return ``run`` if it has finished with the configuration that it has now."""
+        """Return ``run`` if it has finished with the configuration that it has now.
+
+        Raises ``ConfigError`` if its configuration was written by another version.
+        """
         path = self.final_path(run)
         if path not in self._finished and (found := _read(RunFolder(path), run)):
             self._finished[path] = found
@@ -162,10 +165,14 @@ class Store:
 def _read(folder: RunFolder, run: StudyRun) -> FinishedRun | None:
     try:
         outcome: Outcome = json.loads((folder.path / OUTCOME).read_text(encoding="utf-8"))
-        if with_run(parse(outcome["config"]), name=run.config.run.name) != run.config:
-            return None
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, or of a version with other settings
+    except (OSError, ValueError):  # missing
+        return None
+    try:
+        config = parse(outcome["config"], "delete its folder to repeat the run")
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    if with_run(config, name=run.config.run.name) != run.config:
         return None
     completed = outcome["status"] == "completed" and summary["status"] == "completed"
     if not completed and outcome["status"] != "diverged":

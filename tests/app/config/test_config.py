@@ -627,6 +627,23 @@ def test_an_override_that_need_not_be_used_is_left_out_where_nothing_uses_it():
         load("desloc_sgdm", words, must_use=["data.alpha=0.1"])
 
 
+def test_a_recorded_value_of_a_setting_that_nothing_uses_means_nothing():
+    config = load("digits", "data.partition=iid")
+    text = dump(config).replace("alpha: 0.5", "alpha: 0.3")
+    assert text != dump(config)
+    assert parse(text) == config
+
+
+def test_a_recorded_configuration_of_another_version_is_named_as_that():
+    text = dump(load("digits")) + "no_such_setting: 1\n"
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert str(error.value) == (
+        "the configuration was written by another version of flower-desloc (no_such_setting: no "
+        "such key); start a new run"
+    )
+
+
 BROKEN_FILES = {
     "invalid_yaml": ("run: [", ["not valid YAML", "broken.yaml"]),
     "duplicate_key": ("run: {seed: 1}\nrun: {seed: 2}", ["not valid YAML", "duplicate key run"]),

@@ -139,6 +139,16 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
     assert (data.base_model, data.datasets) == ("org/base", ["org/text"])
 
 
+def test_a_checkpoint_of_another_version_is_named_as_that(copy):
+    (copy / "summary.json").unlink()
+    checkpoints = Checkpoints(copy / "checkpoints", settings="no_such_setting: 1")
+    last = checkpoints.all()[-1]
+    checkpoints.write(Checkpoint.read(last))
+    said = refused("export", copy)
+    assert f"{last.name}: the configuration was written by another version" in said
+    assert "start a new run" in said
+
+
 def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_read(run):
     config = parse((run / "config.yaml").read_text())
     config = with_values(config, {"task": "cnn:CNN", "data.source": "org/text"})

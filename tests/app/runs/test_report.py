@@ -230,7 +230,12 @@ def test_the_command_writes_the_page_and_its_figures_as_png(copy):
         ({}, ["nowhere"], "no such folder"),
         ({}, ["."], "neither a run's folder (it has no config.yaml) nor a folder of runs"),
         ({"config.yaml": "- 1"}, ["."], "not a configuration: expected a mapping, got a list"),
-        ({"config.yaml": "no_such_setting: 1"}, ["."], "no_such_setting"),
+        (
+            {"config.yaml": "no_such_setting: 1"},
+            ["."],
+            "config.yaml: the configuration was written by another version of flower-desloc "
+            "(no_such_setting: no such key); start a new run",
+        ),
         ({"metrics.jsonl": "{}{}\n"}, ["."], "metrics.jsonl: not one JSON object a line"),
         ({"summary.json": "[]"}, ["."], "summary.json: not the summary of a run"),
         ({}, [".", "--bandwidth", 0], "error: --bandwidth=0: must be above 0"),

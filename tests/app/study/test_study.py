@@ -490,6 +490,22 @@ def test_a_run_with_other_settings_does_not_count_as_finished(tmp_path):
         assert bool(Store(tmp_path, "mine").finished(run)) == finished
 
 
+@pytest.mark.parametrize("sweep", ["seeds: [0]", "sweep: {key: optimizer.lr}"])
+def test_a_run_whose_configuration_cannot_be_read_is_named_and_not_repeated(tmp_path, sweep):
+    made, store = study(tmp_path, sweep)
+    [cell] = made.cells
+    run = cell.run(0, 0 if cell.search else None)
+    leave(store, run, 1.0)
+    file = store.final_path(run) / OUTCOME
+    outcome = json.loads(file.read_text())
+    outcome["config"] += "no_such_setting: 1\n"
+    file.write_text(json.dumps(outcome))
+    said = "was written by another version of flower-desloc (no_such_setting: no such key); delete"
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        study_state(made, Store(tmp_path, "mine"))
+    assert str(error.value).startswith(f"{file.parent}: ")
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """Return a study of a task of one's own, which is read again, and the task's file."""
