@@ -82,13 +82,13 @@ def federate(
     with (
         resume_hint(again, config, output_dir),
         exit_on_signals(),
+        failing(FAILED, ProcessError, ConfigError),
         client_files(output_dir) as folder,
         client_keys(config, nodes, folder) as keys,
     ):
         if keys:
             sites = [{**site, "secure-keys": str(keys)} for site in sites]
-        with failing(FAILED, ProcessError):
-            status = deploy(command, sites, config.simulation.client_cpus, verbose=verbose)
+        status = deploy(command, sites, config.simulation.client_cpus, verbose=verbose)
         if not status.completed:
             fail(FAILED, status.error)
 

@@ -230,10 +230,10 @@ def _run_simulation(
 ) -> None:
     typer.echo(shlex.join(command))
     with (
+        failing(FAILED, ProcessError, ConfigError),
         client_files(output_dir) as folder,
         client_keys(config, config.simulation.num_clients, folder) as keys,
         client_memory(folder, possible=not ray_address, limit=for_states),
-        failing(FAILED, ProcessError),
     ):
         clients = {STATE_DIR: str(folder)} | ({SECURE_KEYS: str(keys)} if keys else {})
         os.environ.update(clients)  # for all processes that run clients

@@ -5,9 +5,9 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Final
 
 from flower_desloc.app.config import Config, ConfigError
@@ -22,6 +22,7 @@ from flower_desloc.flower.system import private_folder
 _IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _STATES: Final = "states-"
 _KEYS: Final = "keys-"
+_LONGEST_WAIT: Final = 60.0  # seconds for another process that makes or deletes such a folder
 _RUN_KEY = re.compile(r"(?P<folder>.+)-[0-9a-f]{8}")  # as the ServerApp makes it
 
 
@@ -38,11 +39,18 @@ def client_files(output_dir: Path) -> Iterator[Path]:
     state stays as long as that run can be resumed.
     """
     folder = clients_folder(output_dir)
-    _delete_unused(folder)
+
+    def clean() -> None:
+        _delete_unused(folder)
+        if (keys := _keys_folder(folder)).is_dir():
+            with suppress(ConfigError), _alone(keys):
+                _delete_unowned(keys, _KEYS)
+
+    clean()
     try:
         yield folder
     finally:
-        _delete_unused(folder)
+        clean()
         with suppress(OSError):  # there is none, or it is not empty
             folder.rmdir()
 
@@ -59,64 +67,87 @@ def client_memory(
     ``limit`` bytes, by default a quarter of the memory that is free now, and no more than half of
     that file system's. ``disk`` is ``clients_folder``.
     """
-    folder = _folder_in_memory() if possible else None
-    if folder is None:
-        yield {}
-        return
-    size = memory()[1] // 4 if limit is None else limit
-    size = min(size, shutil.disk_usage(folder).free // 2)  # Ray's objects are there too
-    environment = {STATE_MEMORY: StateMemory(folder, disk, size).to_text()}
-    try:
-        with locked(folder, f"{folder} is in use"):
-            os.environ.update(environment)
-            yield environment
-    finally:
-        os.environ.pop(STATE_MEMORY, None)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder_in_memory() -> Path | None:
-    """Make a folder in memory, where that is possible."""
-    if sys.platform != "linux":
-        return None
-    try:
-        parent = private_folder(_IN_MEMORY)
-        _delete_unowned(parent, _STATES)
-        return Path(mkdtemp(prefix=_STATES, dir=parent))
-    except OSError:
-        return None
-
-
-def _delete_unowned(parent: Path, prefix: str) -> None:
-    """Delete the folders of killed processes, which hold no lock any more."""
-    for folder in parent.glob(f"{prefix}*"):
-        with suppress(ConfigError), locked(folder, f"{folder} is in use"):
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        folder = None
+        if possible and sys.platform == "linux":
+            with suppress(ConfigError, OSError):
+                folder = stack.enter_context(_own(private_folder(_IN_MEMORY), _STATES))
+        if folder is None:
+            yield {}
+            return
+        size = memory()[1] // 4 if limit is None else limit
+        size = min(size, shutil.disk_usage(folder).free // 2)  # Ray's objects are there too
+        environment = {STATE_MEMORY: StateMemory(folder, disk, size).to_text()}
+        stack.callback(os.environ.pop, STATE_MEMORY, None)
+        os.environ.update(environment)
+        yield environment
 
 
 @contextmanager
 def client_keys(config: Config, number: int, folder: Path) -> Iterator[Path | None]:
-    """Yield a folder in ``folder`` with new keys of clients on this machine, for secure sums.
+    """Yield a folder with new keys of clients on this machine, for secure sums.
 
-    None if ``config`` has no secure aggregation. It is deleted after the block, or if this process
-    is killed, by the next run in the same output folder.
+    None if ``config`` has no secure aggregation. It is beside ``folder``, which is
+    ``clients_folder``, and is deleted after the block, or if this process is killed, by the next
+    run in the same output folder.
+
+    Raises ``ConfigError`` if it cannot be written.
     """
     if not config.privacy.secure_aggregation:
         yield None
         return
     from flower_desloc.secure.identity import introduce  # few runs need it
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        TemporaryDirectory(prefix=_KEYS, dir=folder, ignore_cleanup_errors=True) as keys,
-        locked(Path(keys), f"{keys} is in use"),
-    ):
-        introduce(Path(keys), [f"client-{index}" for index in range(number)])
-        yield Path(keys)
+    with _own(_keys_folder(folder), _KEYS) as keys:
+        with _writing(keys):
+            introduce(keys, [f"client-{index}" for index in range(number)])
+        yield keys
+
+
+def _keys_folder(clients: Path) -> Path:
+    """Return the folder of all keys. It stays when it is empty, since processes wait at its lock.
+
+    Not ``clients``, where the name of a run decides what a folder is called.
+    """
+    return clients.with_name(".client-keys")
+
+
+@contextmanager
+def _own(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder in ``parent``, which no other process deletes before the block ends.
+
+    Raises ``ConfigError`` if there can be none.
+    """
+    with ExitStack() as stack:
+        with _alone(parent), _writing(parent):  # a folder without its lock is deleted
+            _delete_unowned(parent, prefix)
+            folder = Path(mkdtemp(prefix=prefix, dir=parent))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.enter_context(locked(folder, f"{folder} is in use"))
+        yield folder
+
+
+def _alone(parent: Path) -> AbstractContextManager[None]:
+    """Wait until no other process makes or deletes folders in ``parent``."""
+    return locked(parent, f"{parent} is in use", _LONGEST_WAIT)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to ({error.strerror})") from error
+
+
+def _delete_unowned(parent: Path, prefix: str) -> None:
+    """Delete the folders of killed processes, which hold no lock any more; call it ``_alone``."""
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(ConfigError), locked(folder, f"{folder} is in use"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _delete_unused(folder: Path) -> None:
-    _delete_unowned(folder, _KEYS)
     for state in folder.glob("*"):
         key = _RUN_KEY.fullmatch(state.name)
         if key is None or _can_resume(run := RunFolder(folder.parent / key["folder"]), state.name):

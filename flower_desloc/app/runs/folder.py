@@ -164,15 +164,15 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path, held: str) -> Iterator[None]:
+def locked(folder: Path, held: str, wait: float = 0) -> Iterator[None]:
     """Lock ``folder``, which is made if there is none, against other processes.
 
-    Raises ``ConfigError``, with ``held`` if another process has locked it, or if it cannot be
-    written to.
+    Raises ``ConfigError``, with ``held`` if another process has locked it for ``wait`` seconds, or
+    if it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock").acquire(timeout=0)
+        lock = FileLock(folder / ".lock").acquire(timeout=wait)
     except Timeout as error:
         raise ConfigError(f"{held}, in another process") from error
     except OSError as error:

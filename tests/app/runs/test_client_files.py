@@ -1,21 +1,26 @@
 """What the clients of a run keep is there as long as the run can be resumed, and no longer."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import typer
 
+from flower_desloc.app.cli import run as run_command
 from flower_desloc.app.config import load
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs import client_files as client_files_module
 from flower_desloc.app.runs.client_files import client_files, client_keys, client_memory
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client_state import STATE_MEMORY, StateMemory
+from flower_desloc.secure import identity
 
 RUN = ["run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2", *tiny.TINY]
 
@@ -71,14 +76,71 @@ def test_the_state_of_any_other_run_is_deleted(tmp_path, what):
     assert not (tmp_path / ".clients").exists()
 
 
+SECURE = load("quickstart", "privacy.secure_aggregation=true")
+
+
 def test_the_keys_of_a_killed_run_are_deleted_and_those_in_use_are_not(tmp_path):
-    config = load("quickstart", "privacy.secure_aggregation=true")
-    (tmp_path / ".clients" / "keys-of-killed").mkdir(parents=True)
-    with client_files(tmp_path) as folder, client_keys(config, 3, folder) as keys:
+    killed = tmp_path / ".client-keys" / "keys-of-killed"
+    killed.mkdir(parents=True)
+    with client_files(tmp_path) as folder, client_keys(SECURE, 3, folder) as keys:
         assert keys is not None
-        assert looked_at(tmp_path) == [keys.name.rpartition("-")[0]]
-        assert [*folder.iterdir()] == [keys]
-    assert not folder.exists()
+        assert not killed.exists()
+        with client_files(tmp_path):
+            assert (keys / "client-2.key").exists()
+    assert not keys.exists()
+    killed.mkdir()
+    with client_files(tmp_path):
+        assert not killed.exists()
+
+
+def test_a_run_may_be_named_as_a_folder_of_keys(tmp_path):
+    for name in ("keys-a", "keys"):
+        run = RunFolder.create(tmp_path, name)
+        state(tmp_path, f"{name}-01234567")
+        checkpoint(run, f"{name}-01234567")
+    with client_files(tmp_path) as folder, client_keys(SECURE, 3, folder):
+        assert looked_at(tmp_path) == ["keys", "keys-a"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
+@pytest.mark.parametrize("kind", ["keys-", "states-"])
+def test_a_folder_is_not_deleted_before_it_is_locked(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(client_files_module, "_IN_MEMORY", tmp_path)
+    mkdir, found = os.mkdir, []
+    others: list[threading.Thread] = []
+
+    def of_another() -> None:
+        with client_files(tmp_path), client_memory(tmp_path / "others"):
+            pass
+
+    def clean_after(path: Path, *mode: int, **more: Any) -> None:
+        mkdir(path, *mode, **more)
+        if Path(path).name.startswith(kind) and not others:
+            others.append(threading.Thread(target=of_another))
+            others[0].start()
+            others[0].join(0.5)
+            found.append(Path(path).exists())
+
+    monkeypatch.setattr(os, "mkdir", clean_after)
+    clients = tmp_path / ".clients"
+    with client_memory(clients), client_keys(SECURE, 1, clients) as keys:
+        others[0].join()
+        assert found == [True]
+        assert keys is not None
+        assert (keys / "client-0.key").exists()
+
+
+def test_keys_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(identity, "introduce", full)
+    with pytest.raises(typer.Exit):
+        run_command._run_simulation((), SECURE, tmp_path, "", for_states=None, verbose=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}")
+    assert line.endswith("cannot be written to (No space left on device)")
+    assert not [*tmp_path.glob(".client-keys/keys-*")]
 
 
 def test_what_no_run_has_written_is_left_alone(tmp_path):
