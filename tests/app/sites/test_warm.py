@@ -403,6 +403,22 @@ def test_a_trainer_that_is_asked_to_end_leaves_its_window(node):
     assert node.process.stdout.readline() == "answered\n"
 
 
+ASYNCIO = """\
+import asyncio, os, signal, time
+from flower_desloc.app.sites.warm.trainer import _on_sigterm
+async def handle():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+_on_sigterm(lambda: os._exit(7))
+asyncio.run(handle())
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def test_sigterm_is_noticed_also_after_an_app_has_used_asyncio():
+    assert subprocess.run([sys.executable, "-c", ASYNCIO], check=False).returncode == 7
+
+
 def test_a_killed_trainer_is_replaced(node):
     trainer = psutil.Process(node.about().pid)
     trainer.kill()

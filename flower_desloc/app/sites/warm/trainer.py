@@ -112,9 +112,10 @@ def _on_sigterm(action: Callable[[], None]) -> None:
 
     os.register_at_fork(after_in_child=undo)
     threading.Thread(target=wait, daemon=True).start()
-    # A handler in Python would wait until this thread's current call into C returns.
+    # A handler in Python waits until this thread's current call into C returns. The descriptor does
+    # not, but asyncio may set another.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda number, _: os.write(writer, bytes([number])))
 
 
 def _described(error: Exception) -> tuple[str, str, str, str]:
