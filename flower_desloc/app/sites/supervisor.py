@@ -121,17 +121,25 @@ def end_all(home: Path) -> None:
 
     A process that ``SAVES_STATE`` gets a minute more.
     """
-    processes = _started_for(home)
+    known = processes = _started_for(home)
+    saving = {p for p in processes if _saves_state(p)}
     _signal(processes, signal.SIGTERM)
     deadline = time.monotonic() + _TERMINATE_TIMEOUT
-    while processes := {p for p in processes | _started_for(home) if _is_running(p)}:
+    while processes:
         late = time.monotonic() - deadline
-        # Repeatedly: Ray may just have started another worker.
         if late > SAVE_TIMEOUT:
             _signal(processes, signal.SIGKILL)
         elif late > 0:
-            _signal({p for p in processes if not _saves_state(p)}, signal.SIGKILL)
+            _signal(processes - saving, signal.SIGKILL)
         time.sleep(0.05)
+        # Ray, or a client with a message, may just have started another one. It is in a list that
+        # is made after its parent has ended.
+        processes = {p for p in known if _is_running(p)}
+        processes |= _started_for(home) - known
+        known |= processes
+        found = {p for p in processes - saving if _saves_state(p)}
+        _signal(found, signal.SIGTERM)
+        saving |= found
 
 
 def _started_for(home: Path) -> set[psutil.Process]:

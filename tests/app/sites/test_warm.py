@@ -24,7 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from processes import has_ended, output_of, wait_until
 from scripts import ROOT
 
-from flower_desloc.app.sites.supervisor import end_all
+from flower_desloc.app.sites import supervisor
 from flower_desloc.app.sites.warm import WarmClientApp
 from flower_desloc.app.sites.warm.framing import receive, send
 from flower_desloc.flower.arrays import from_record, to_record
@@ -391,9 +391,43 @@ def test_a_trainer_that_is_asked_to_end_first_writes_the_state_it_has_replied_wi
         state = node.folder / "state"
         trainer = psutil.Process(node.about("train.save", at(state)).pid)
         wait_until(state.exists, node.log.read_text)
-        end_all(node.folder)  # in more time than others have between SIGTERM and SIGKILL
+        supervisor.end_all(node.folder)  # in more time than others have between SIGTERM and SIGKILL
         assert has_ended(trainer)
         assert state.read_text() == "whole"
+
+
+LATE = """\
+import signal, subprocess, sys, time
+saves = '''
+import pathlib, signal, sys
+def save(*_):
+    pathlib.Path(sys.argv[2]).write_text("whole")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+signal.pause()
+'''
+def start(*_):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it has its handler
+    subprocess.Popen([sys.executable, "-c", saves, "--saves-state", sys.argv[1]])
+    sys.exit()
+signal.signal(signal.SIGTERM, start)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_a_trainer_that_is_started_while_the_others_are_ended_is_asked_to_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "SAVE_TIMEOUT", 5)
+    command = [sys.executable, "-c", LATE, tmp_path / "state"]
+    environment = {**os.environ, "FLWR_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        supervisor.end_all(tmp_path)
+    assert (tmp_path / "state").read_text() == "whole"
 
 
 def test_a_trainer_that_is_asked_to_end_leaves_its_window(node):
