@@ -28,9 +28,10 @@ def supernode(context: typer.Context) -> None:
 
 
 def _check_node_config(arguments: Sequence[str]) -> None:
-    """Raise ``SiteRefusedError`` for a misspelt key: the app that it should keep out cannot.
+    """Raise ``SiteRefusedError`` for a misspelt ``accept-app``, which no app can notice.
 
-    Everything else that is wrong with the arguments is left to `flower-supernode`.
+    Everything else that is wrong with the arguments is left to `flower-supernode`, and other keys
+    to the app that they are for.
     """
     parser = ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--node-config", nargs="?", default=None)
@@ -38,7 +39,12 @@ def _check_node_config(arguments: Sequence[str]) -> None:
     if not stated:
         return
     # `desloc --help` does not wait for these.
+    from flower_desloc.app.sites.deployment.accepted import ACCEPT
     from flower_desloc.app.sites.required import check_keys
     from flower_desloc.flower.internals import parse_config_args
 
-    check_keys(parse_config_args([stated]))
+    try:
+        node = parse_config_args([stated])
+    except Exception:  # whatever it is, Flower says it
+        return
+    check_keys(node, (ACCEPT,))

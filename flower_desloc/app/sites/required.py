@@ -5,6 +5,7 @@ weights or secure sums, its settings only state.
 """
 
 import difflib
+from collections.abc import Sequence
 
 from flower_desloc.app.config import Config, dump
 from flower_desloc.app.config.overrides import split
@@ -25,11 +26,11 @@ PROTECTING = (*OF_THE_APP, "accept-app", "secure-keys", "secure-min")
 """The keys of a node config that protect the site. Other apps have keys of their own there."""
 
 
-def check_keys(node: NodeConfig) -> None:
-    """Raise ``SiteRefusedError`` for a key like one of ``PROTECTING``, which protects nothing."""
-    for key in node.keys() - {*PROTECTING}:
+def check_keys(node: NodeConfig, protecting: Sequence[str] = PROTECTING) -> None:
+    """Raise ``SiteRefusedError`` for a key like one of ``protecting``, which protects nothing."""
+    for key in node.keys() - {*protecting}:
         plain = "epsilon" if key == "eps" else key.lower().replace("_", "-")
-        if near := difflib.get_close_matches(plain, PROTECTING, 1, 0.86):
+        if near := difflib.get_close_matches(plain, protecting, 1, 0.86):
             raise SiteRefusedError(
                 f"{key} in the node config is no key of a site; {near[0]} is one"
             )

@@ -223,3 +223,22 @@ def test_a_misspelt_key_keeps_a_supernode_from_connecting(form, monkeypatch):
             assert (result.exit_code, started) == (2, [])
             assert "accept_app in the node config is no key of a site; accept-app" in result.stderr
     assert [words[-1 - len(form) :] for words in started] == [["--insecure", *words]]
+
+
+@pytest.mark.parametrize(
+    "node_config",
+    [
+        "site.toml",  # there is none
+        "name=bare",  # not TOML
+        "required=1 Epsilon=1 eps=2",  # of another app
+    ],
+)
+def test_all_other_node_configs_are_left_to_flower_and_to_the_app(
+    node_config, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr("os.execv", lambda path, words: started.append(words))
+    result = desloc("supernode", "--node-config", node_config)
+    assert (result.exit_code, result.output) == (0, "")
+    assert [words[-2:] for words in started] == [["--node-config", node_config]]
