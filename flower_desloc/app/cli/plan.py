@@ -42,14 +42,7 @@ def plan(
         float | None,
         at_least_one("Peak FLOP/s of a worker; by default an H100's in model.precision."),
     ] = None,
-    mfu: Annotated[
-        float,
-        option(
-            "Share of the peak that training reaches.",
-            "above 0 and at most 1",
-            lambda value: 0 < value <= 1,
-        ),
-    ] = 0.5,
+    mfu: Annotated[float, positive("Share of the peak that training reaches.", 1)] = 0.5,
     step_seconds: Annotated[
         float | None,
         positive("Measured seconds of compute per step, in place of --flops and --mfu."),
@@ -59,12 +52,7 @@ def plan(
         at_least_zero("Seconds of an average through a server on a fast link: processes, polls."),
     ] = 0.0,
     overlap: Annotated[
-        float,
-        option(
-            "Share of communication hidden behind compute, 1 - alpha.",
-            "at least 0 and at most 1",
-            lambda value: 0 <= value <= 1,
-        ),
+        float, option("Share of communication hidden behind compute, 1 - alpha.", 0, 1)
     ] = 0.0,
     share: Annotated[
         float, positive("Largest acceptable ratio of communication to compute.")
@@ -73,14 +61,7 @@ def plan(
         float | None,
         positive("Bound on every coordinate of a gradient, in place of the preset's clipping."),
     ] = None,
-    psi: Annotated[
-        float,
-        option(
-            "Share that is left after tau_psi steps.",
-            "above 0 and below 1",
-            lambda value: 0 < value < 1,
-        ),
-    ] = 0.5,
+    psi: Annotated[float, positive("Share that is left after tau_psi steps.", 0.999999)] = 0.5,
     rules: Annotated[
         bool, typer.Option("--rules", help="Only print the measured rules for periods.")
     ] = False,

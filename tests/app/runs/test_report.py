@@ -238,7 +238,7 @@ def test_the_command_writes_the_page_and_its_figures_as_png(copy):
         ),
         ({"metrics.jsonl": "{}{}\n"}, ["."], "metrics.jsonl: not one JSON object a line"),
         ({"summary.json": "[]"}, ["."], "summary.json: not the summary of a run"),
-        ({}, [".", "--bandwidth", 0], "error: --bandwidth=0: must be above 0"),
+        ({}, [".", "--bandwidth", 0], "error: --bandwidth=0: must be from 1e-12"),
     ],
 )
 def test_what_cannot_be_reported_is_one_line_of_error(
