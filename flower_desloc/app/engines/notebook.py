@@ -21,7 +21,7 @@ from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.engines.shown import Shown
 from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
-from flower_desloc.app.runs.folder import evaluations
+from flower_desloc.app.runs.folder import RunFolder, evaluations
 from flower_desloc.app.runs.record import RunRecord, load
 from flower_desloc.app.runs.resume import file_to_resume
 from flower_desloc.app.runs.terminal import FOLDER
@@ -202,11 +202,11 @@ def _table(rows: Iterable[dict[str, Any]], *index: str) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index([*index]).sort_index() if rows else pd.DataFrame()
 
 
-def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> str:
-    """Run `desloc run`; return the run's folder, which is in the last line that it prints."""
+def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> Path:
+    """Run `desloc run`; return the run's folder, which its last line names."""
     words = ["run", preset, *overrides, "--output-dir", output_dir]
     command = [str(Path(sys.executable).with_name("desloc")), *words]
-    last, folder, shown = "", "", Shown(sys.stdout)
+    last, folder, shown = "", None, Shown(sys.stdout)
     with subprocess.Popen(  # noqa: S603 - the words are arguments of our own command
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -216,11 +216,16 @@ def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> str:
                 shown.write(line)  # a notebook does not show the output of other processes
                 last = line.strip() if line.startswith("error: ") else last
                 if line.startswith(FOLDER):
-                    folder = line.removeprefix(FOLDER).rstrip("\n")
+                    named = RunFolder(Path(line.removeprefix(FOLDER).rstrip("\n")))
+                    # A task may print such a line, too.
+                    is_run = named.path.is_absolute() and named.config.is_file()
+                    folder = named.path if is_run else folder
             shown.flush()
         except BaseException:  # such as the notebook's interrupt
             process.terminate()
             raise
     if process.returncode:
         raise RuntimeError(last.removeprefix("error: ") or f"exit code {process.returncode}")
+    if folder is None:
+        raise RuntimeError("the command has ended without the line that names the run's folder")
     return folder

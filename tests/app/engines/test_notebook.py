@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 from tiny import TINY, failing_at, summary, train
@@ -120,6 +121,23 @@ def test_a_simulation_that_fails_is_an_error_with_its_reason(tmp_path, monkeypat
     with pytest.raises(RuntimeError, match="the site has no data"):
         run("quickstart", *SHORT, output_dir=tmp_path)
     assert "step 1" in capsys.readouterr().out
+
+
+def test_a_simulation_returns_the_folder_of_a_run_or_fails(result, tmp_path, monkeypatch):
+    """The command is another here; this is in the folder of another run."""
+    other = tmp_path / "other"
+    shutil.copytree(result.folder, other)
+    monkeypatch.chdir(other)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    says = tmp_path / "desloc"
+    for named, returned in [("", None), ("/data", None), (str(result.folder), result.folder)]:
+        says.write_text(f"#!/bin/sh\necho 'folder: {named}'\necho 'folder: '\necho 'folder: /x'\n")
+        says.chmod(0o755)
+        with nullcontext() if returned else pytest.raises(RuntimeError, match="the run's folder"):
+            assert run("quickstart", *SHORT, output_dir=tmp_path).folder == returned
+    says.write_text("#!/bin/sh\n")
+    with pytest.raises(RuntimeError, match="the run's folder"):
+        run("quickstart", *SHORT, output_dir=tmp_path)
 
 
 @pytest.mark.soak
