@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
+from flower_desloc.app.config.schema import Config
 from flower_desloc.app.config.yaml12 import YAMLError, inline, read
 
 _BRACKETS_AND_QUOTES = tuple("[{'\"")
+_SETTING = re.compile(rf"({'|'.join(each.name for each in fields(Config))})(\.[^\s=]*)?=")
 
 
 def split(text: str) -> list[str]:
@@ -17,30 +20,40 @@ def split(text: str) -> list[str]:
     >>> split("data.domains=[a b, c]  run.seed=3")
     ['data.domains=[a b, c]', 'run.seed=3']
     """
-    parts = re.split(r"(\s+)", text.strip())  # each second one is white space
-    overrides = []
-    while parts and parts[0]:
-        ends = range(1, len(parts) + 1, 2)
-        length = next((n for n in ends if _is_complete("".join(parts[:n]))), 1)
-        overrides.append("".join(parts[:length]))
-        parts = parts[length + 1 :]
-    return overrides
+    return [override for _, override in _split(text)]
 
 
 def split_arguments(arguments: Iterable[str]) -> list[str]:
     r"""Return one override per item; an argument, as of a command, may hold several.
 
-    >>> split_arguments(["run.seed=3 run.steps=4", "data.source=my data"])
-    ['run.seed=3', 'run.steps=4', 'data.source="my\\u0020data"']
+    Where no setting follows a blank, the blank belongs to the value.
+
+    >>> split_arguments(["run.seed=3 run.steps=4", "data.source=my data/a=b"])
+    ['run.seed=3', 'run.steps=4', 'data.source="my\\u0020data/a=b"']
     """
     overrides: list[str] = []
-    for item in arguments:
-        parts = split(item)
-        if all("=" in part for part in parts[1:]):
-            overrides += parts
-        else:
-            key, _, value = item.partition("=")
-            overrides.append(override(key, value))
+    for argument in arguments:
+        found: list[str] = []
+        for blank, part in _split(argument):
+            if found and not _SETTING.match(part):
+                found[-1] += blank + part
+            else:
+                found.append(part)
+        for each in found:
+            key, _, value = each.partition("=")
+            overrides.append(each if split(each) == [each] else override(key, value))
+    return overrides
+
+
+def _split(text: str) -> list[tuple[str, str]]:
+    """Return the overrides in a text, each with the blanks before it."""
+    parts = ["", *re.split(r"(\s+)", text.strip())]  # each second one is white space
+    overrides = []
+    while parts[1:2] not in ([], [""]):
+        ends = range(2, len(parts) + 1, 2)
+        end = next((n for n in ends if _is_complete("".join(parts[1:n]))), 2)
+        overrides.append((parts[0], "".join(parts[1:end])))
+        parts = parts[end:]
     return overrides
 
 

@@ -21,7 +21,7 @@ from flower_desloc.app.config import (
     parse,
 )
 from flower_desloc.app.config.check import check_clients
-from flower_desloc.app.config.overrides import override
+from flower_desloc.app.config.overrides import override, split_arguments
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
 from flower_desloc.app.config.schema import Optimizer
@@ -177,6 +177,28 @@ def test_blanks_in_the_brackets_or_quotes_around_a_value_separate_no_overrides()
         assert quickstart(overrides).data.domains == ["a b", "c"]
     assert quickstart("data.source='my  file' run.seed=3").data.source == "my  file"
     assert quickstart("data.source='tis run.seed=3").data.source == "'tis"
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        (" data.source=/tmp/my data ", {"data.source": "/tmp/my data"}),
+        ("data.source=/tmp/my a=b", {"data.source": "/tmp/my a=b"}),
+        ("data.source=/tmp/my  a.b=c run.seed=3", {"data.source": "/tmp/my  a.b=c", "run.seed": 3}),
+        ("run.seed=3 data.source=/tmp/my data", {"data.source": "/tmp/my data", "run.seed": 3}),
+        ("data.source='my data' run.seed=3", {"data.source": "my data", "run.seed": 3}),
+        ("run.seed=3\ttask=causal_lm", {"run.seed": 3, "task": "causal_lm"}),
+    ],
+)
+def test_an_argument_is_split_only_before_a_setting(argument, meant):
+    words = split_arguments([argument])
+    assert quickstart(words) == with_values(quickstart(), meant)
+    assert quickstart(" ".join(words)) == quickstart(words)  # as it is sent to the app
+
+
+def test_a_misspelt_setting_of_an_argument_is_named():
+    with pytest.raises(ConfigError, match=r"run\.sede"):
+        quickstart(split_arguments(["run.steps=4 run.sede=3"]))
 
 
 def test_paths_anywhere_in_the_options_of_a_task_become_absolute(tmp_path, monkeypatch):
