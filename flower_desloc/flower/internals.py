@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         pool_size_from_resources as pool_size_from_resources,
     )
     from flwr.supercore.cli.flower_superexec import flower_superexec as flower_superexec
+    from flwr.supercore.exit import add_exit_handler as add_exit_handler
     from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
     from flwr.supercore.run import Run as Run
     from flwr.supercore.superexec.executor import subprocess_executor as subprocess_executor
@@ -53,6 +54,7 @@ _MODULES = {
     "parse_config_args": "flwr.common.config",  # after a look at its node config,
     "runtime_handlers": "flwr.supernode.servicer.runtime",  # with other waits
     "start_client_internal": "flwr.supernode",
+    "add_exit_handler": "flwr.supercore.exit",  # waits for trainers
     "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,
     "subprocess_executor": "flwr.supercore.superexec.executor",  # with another way to start
     "flwr_clientapp": "flwr.supernode.cli",  # a process for a message,

@@ -142,6 +142,18 @@ def end_all(home: Path) -> None:
         saving |= found
 
 
+def end_savers(owner: int) -> None:
+    """End the processes that save a state and have the pid ``owner`` as an argument.
+
+    Returns when they have ended, at most a minute later.
+    """
+    found = {p for p in psutil.process_iter() if _saves_state(p, str(owner))}
+    _signal(found, signal.SIGTERM)
+    deadline = time.monotonic() + SAVE_TIMEOUT
+    while any(map(_is_running, found)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _started_for(home: Path) -> set[psutil.Process]:
     """Return the processes with FLWR_HOME=home in their environment, and their descendants.
 
@@ -166,9 +178,9 @@ def _is_running(process: psutil.Process) -> bool:
     return False
 
 
-def _saves_state(process: psutil.Process) -> bool:
+def _saves_state(process: psutil.Process, *arguments: str) -> bool:
     with suppress(psutil.Error):
-        return SAVES_STATE in process.cmdline()
+        return {SAVES_STATE, *arguments} <= {*process.cmdline()}
     return False
 
 

@@ -217,19 +217,64 @@ def test_only_clientapps_are_forked():
 
 
 ENDS = """\
-import sys, time
+import os, signal, subprocess, sys, time
 from flower_desloc.app.sites.deployment import node, superexec
 superexec.COMMAND = ("sh", "-c", "kill -9 $$")
-node._LONGEST_END = 0.1
+node._LONGEST_END = 0.5
+"""
+SAVES = """\
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[3]).write_text("whole")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(30)
+"""
+MAIN = f"""
+command = [sys.executable, "-c", {SAVES!r}, "--saves-state", str(os.getpid()), sys.argv[1]]
+trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+trainer.stdout.readline()
+sys.argv[1:] = ["--insecure", "--superlink", "127.0.0.1:9", "--port", sys.argv[2]]
+node.main()
+"""
+HUNG = """
+node.SAVE_TIMEOUT = 0
+signal.signal(signal.SIGTERM, lambda *_: time.sleep(60))
 node.start_superexec(["flower-superexec"])
 time.sleep(60)
 """
+ASKED = """
+node.start_superexec(["flower-superexec"])
+node._leaving.set()
+time.sleep(1)
+"""
 
 
-def test_a_supernode_ends_when_its_superexec_ends():
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+def ends(code, *arguments):
+    command = [sys.executable, "-c", ENDS + code, *map(str, arguments)]
+    environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_a_supernode_ends_as_flowers_when_its_superexec_ends_and_waits_for_states(tmp_path):
+    done = ends(MAIN, tmp_path / "state", free_port())
     assert done.returncode == 1, done.stderr
     assert "The SuperExec was ended by SIGKILL" in done.stderr
+    assert "SuperNode terminated gracefully" in done.stdout + done.stderr
+    assert (tmp_path / "state").read_text() == "whole"
+
+
+def test_a_supernode_ends_even_if_flowers_way_out_hangs():
+    done = ends(HUNG)
+    assert done.returncode == 1, done.stderr
+    assert "The SuperExec was ended by SIGKILL" in done.stderr
+
+
+def test_a_supernode_that_is_ending_does_not_report_the_end_of_its_superexec():
+    done = ends(ASKED)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_forked_has_no_thread_and_nothing_of_the_app():

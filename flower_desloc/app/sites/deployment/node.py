@@ -14,6 +14,7 @@ arguments included, is that of `flower-supernode`.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flower_desloc.app.sites.deployment import superexec
-from flower_desloc.app.sites.supervisor import describe_exit
+from flower_desloc.app.sites.supervisor import SAVE_TIMEOUT, describe_exit, end_savers
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
@@ -31,7 +32,8 @@ COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node"
 _SHORTEST, _LONGEST = 0.1, 3.0
 _LOOK = 0.05  # seconds between two looks of a handler that waits
 _LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
-_LONGEST_END = 5.0  # seconds that a SuperNode which was asked to end may take
+_LONGEST_END = 10.0  # seconds that a SuperNode may take to end, or to be asked to after its parts
+_leaving, _failed = threading.Event(), threading.Event()
 
 
 class PollInterval:
@@ -93,19 +95,36 @@ def start_superexec(command: list[str]) -> object:
 
     def wait() -> None:
         ended = describe_exit(process.wait())
-        time.sleep(_LONGEST_END)  # Ctrl-C ends both, and Flower's own way out comes first
+        if _leaving.wait(_LONGEST_END):  # as after Ctrl-C, which ends both
+            return
         print(f"The SuperExec {ended}, so this SuperNode ends.", file=sys.stderr, flush=True)
+        _failed.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # Flower's own way out tells the SuperLink
+        time.sleep(SAVE_TIMEOUT + _LONGEST_END)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
     return process
 
 
+def leave() -> None:
+    """Let the trainers of this SuperNode write the state of a window that they have replied to.
+
+    In a container all processes are killed once this one has ended.
+    """
+    _leaving.set()
+    end_savers(os.getpid())
+
+
 def main() -> None:
     """Run `flower-supernode` with the arguments of the command line."""
     # Imported here: the command line, which needs the name of this file only, would wait for them.
     from flower_desloc.app.sites.deployment.accepted import accepting
-    from flower_desloc.flower.internals import flower_supernode, runtime_handlers
+    from flower_desloc.flower.internals import (
+        add_exit_handler,
+        flower_supernode,
+        runtime_handlers,
+    )
     from flower_desloc.flower.internals import start_client_internal as loop
 
     interval, pull = PollInterval(), accepting(loop._pull_and_store_message)
@@ -126,7 +145,11 @@ def main() -> None:
     # How long its SuperExec waits between an answer, which may take seconds, and the next question.
     os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.01"
     sys.argv[0] = "flower-supernode"
-    flower_supernode()
+    add_exit_handler(leave, run_before_force_exit=True)
+    try:
+        flower_supernode()
+    except SystemExit as exiting:
+        sys.exit(1 if _failed.is_set() else exiting.code)
 
 
 if __name__ == "__main__":
