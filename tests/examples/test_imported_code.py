@@ -35,13 +35,16 @@ CPU = torch.device("cpu")
         (["optimizer.options.betas=[0.9,0.9]"], r"set optimizer\.KEY=VALUE"),
         (
             ["optimizer.name=torch.optim:Adagrad", "optimizer.lr=1", "optimizer.weight_decay=0.1"],
-            r"set optimizer\.options\.weight_decay for optimizer\.name=torch\.optim:Adagrad",
+            r"optimizer\.name=torch\.optim:Adagrad takes optimizer\.options\.weight_decay",
         ),
         (
             ["optimizer.name=torch.optim:Adagrad", "optimizer.lr=1", "optimizer.options.beta=1"],
             r"cannot be constructed with .*options=\{'beta': 1\} \(TypeError.*'beta'",
         ),
-        (["task=causal_lm"], r"task_options=\{'width': 8\}: they are for a task of your own"),
+        (
+            ["task=causal_lm", "task_options.width=8"],
+            r"task_options=\{'width': 8\}: they are for a task of your own",
+        ),
         (["data.partition=by_hand"], r"data\.partition=by_hand: must be one of by_domain, dir"),
     ],
 )

@@ -21,7 +21,7 @@ from flower_desloc.app.config.check import (
 )
 from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.schema import Config, Optimizer, Run
+from flower_desloc.app.config.schema import PARTITIONS, Config, Optimizer, Run
 from flower_desloc.app.config.typed import field_type, is_section, typed
 from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -223,9 +223,8 @@ def _for_choices(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str,
     """Return ``base`` without what a choice of ``layer``, such as its partition, does not use."""
     chosen = [key for key in USED_BY if any(_states(layer, of) for of in choices_of(key))]
     kept = _without_unused(base, chosen, above=layer)
-    task = values(layer.get("task"))
-    if task is not None and task != values(base.get("task", Config.task)):
-        kept.pop("task_options", None)
+    if values(layer.get("task")) in [*PARTITIONS]:
+        kept.pop("task_options", None)  # of a task of one's own
     return kept
 
 
