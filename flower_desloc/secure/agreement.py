@@ -190,6 +190,11 @@ def version_of(average: str) -> int:
     return int(average.split()[0])
 
 
+def digest_in(average: str) -> str:
+    """Return the digest of an average that is ``stated``; empty if there is none."""
+    return average.split()[1] if average else ""
+
+
 def largest_in(average: str) -> float:
     """Return the magnitude of the greatest value of an average that is ``stated``."""
     return float(average.split()[2])

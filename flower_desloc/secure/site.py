@@ -18,12 +18,14 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from filelock import FileLock, Timeout
 
+from flower_desloc.core.schedule import PARAMS
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import (
     KEY,
     NEW,
     Keys,
     SumTerms,
+    digest_in,
     hashed,
     least_threshold,
     session_of,
@@ -65,14 +67,29 @@ class _Given:
     run: str
     start: int
     stop: int
-    averages: str
-    """Digest of those it began from, with their versions."""
+    averages: dict[str, str]
+    """Those it began from, as in ``SumTerms.averages``."""
     members: list[str]
 
+    @property
+    def parameters(self) -> str:
+        """Digest of the parameters it began from; their version is what the server says."""
+        return digest_in(self.averages.get(PARAMS, ""))
+
     def overlaps(self, other: "_Given") -> bool:
-        """Return whether the sums of both, over other sites, tell something of single ones."""
-        in_both = self.start < other.stop and other.start < self.stop
-        return self.averages == other.averages or (self.run == other.run and in_both)
+        """Return whether the sums of both, over other sites, tell something of single ones.
+
+        They do if they began from the same parameters, whatever streams are due: all follow from
+        the same gradients. In one run these may be the same at a later window, where none were due.
+        """
+        if self.run == other.run and self.start < other.stop and other.start < self.stop:
+            return True
+        were_not_due = (
+            self.run == other.run
+            and self.averages.get(PARAMS) == other.averages.get(PARAMS)
+            and self.averages != other.averages
+        )
+        return self.parameters == other.parameters and not were_not_due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,12 +408,11 @@ class SiteSum:
         return self._stored.origins.get(self._run, {}).get(str(state_step), unknown)
 
     def _giving(self, terms: SumTerms, members: list[str]) -> _Given:
-        text = json.dumps(dict(terms.averages), sort_keys=True)
         return _Given(
             run=terms.run,
             start=terms.start,
             stop=terms.stop,
-            averages=hashed("averages", text.encode()).hex(),
+            averages=dict(terms.averages),
             members=members,
         )
 

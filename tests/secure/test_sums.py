@@ -244,12 +244,18 @@ def test_a_window_is_given_away_over_one_list_of_sites(tmp_path):
     assert same(third.total(), plain(range(4)))
 
 
+OWN = terms(4).averages
+
+
 @pytest.mark.parametrize(
     ("run", "changed"),
     [
         ("run", {"start": 8, "stop": 24, "averages": {"params": stated(8, "2f")}}),  # overlaps
         ("run", {"start": 16, "stop": 32}),
         ("other", {"run": "other"}),  # begins from the same averages
+        ("other", {"run": "other", "start": 1, "averages": {"params": stated(1, "0f", 0.5)}}),
+        ("run", {"start": 16, "stop": 32, "averages": {"params": stated(16, "0f", 0.5)}}),
+        ("other", {"run": "other", "averages": {**OWN, "exp_avg": stated(0, "aa")}}),
     ],
 )
 def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
@@ -269,6 +275,17 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
         (tmp_path / f"{name}.json").unlink()
     sites.until_masked(again := ServerSum(terms(4, **changed)), {"site-d": 2})
     sites.unmask(again)
+
+
+def test_a_later_window_of_the_same_run_may_go_on_from_parameters_that_were_not_due(tmp_path):
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    averages = {**OWN, "exp_avg": stated(16, "aa", 0.5)}  # which was
+    later = ServerSum(terms(4, start=16, stop=32, averages=averages))
+    sites.until_masked(later, {"site-d": 0})
+    sites.unmask(later)
+    assert same(later.total(), plain(range(3)))
 
 
 def test_no_average_that_sites_hold_is_left_out_of_what_they_agree_on(tmp_path):
