@@ -138,9 +138,9 @@ class RunParts:
     def _client_data(self, site: Site) -> ClientData:
         if site.data_path is not None and not getattr(self.task, "reads_data_path", False):
             raise SiteRefusedError(
-                f"data-path={site.data_path}: task={self.config.task} does not state that it reads "
-                "site.data_path, and may train on other data; let client_data read that path, and "
-                "set reads_data_path = True in its class, or leave data-path out of the node config"
+                f"data-path in the node config: task={self.config.task} does not state that it "
+                "reads site.data_path, and may train on other data; let client_data read that "
+                "path, and set reads_data_path = True in its class, or leave data-path out"
             )
         return self.task.client_data(site)
 

@@ -93,7 +93,7 @@ class DesLocClient(ClientApp):
         is_private: Callable[[], bool] = lambda: False,
     ) -> None:
         around = (_errors_have_codes, _exits_are_errors, arrays_by_flight, *mods)
-        super().__init__(mods=[*around, secure_sums, self._protected])
+        super().__init__(mods=[*around, self._secure_sums, self._protected])
         self._build, self._carries_out, self._is_private = build, carries_out, is_private
         self._ahead, self._later = StepsAhead(), LaterWrites()
         self.evaluate()(self._evaluate)
@@ -140,6 +140,11 @@ class DesLocClient(ClientApp):
         """
         self.write_state()
         self._ahead.take()
+
+    def _secure_sums(self, message: Message, context: Context, call: _Call) -> Message:
+        # Their own refusals are ValueErrors that quote nothing; an OSError would tell a path.
+        with errors_stay(context, self._is_private, sent=ValueError):
+            return secure_sums(message, context, call)
 
     def _protected(self, message: Message, context: Context, call: _Call) -> Message:
         require_carried_out(context, self._carries_out)

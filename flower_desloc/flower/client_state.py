@@ -119,8 +119,8 @@ class _StoredStreams(Mapping[str, Stream]):
         return len(self._names)
 
 
-class StateNotWrittenError(OSError, SiteRefusedError):
-    """A client's state cannot be written; the text names the folder."""
+class StateNotWrittenError(SiteRefusedError, OSError):
+    """A client's state cannot be written; the detail names the folder."""
 
 
 class LaterWrites:
@@ -264,7 +264,7 @@ class StateFiles:
                 outlives the reply, it writes what no resume looks for after it, and holds the
                 optimizer states.
 
-        Raises ``OSError`` naming the folder when it cannot be written; the last state is kept.
+        Raises ``StateNotWrittenError`` when it cannot be written; the last state is kept.
 
         """
 
@@ -301,8 +301,9 @@ class StateFiles:
 
     def _not_written(self, error: OSError) -> OSError:
         return StateNotWrittenError(
-            f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
-            "name another folder: --output-dir of a simulation, state-dir of a site"
+            f"cannot write this client's state ({error.strerror or type(error).__name__}); free "
+            "disk space, or name another folder: --output-dir of a simulation, state-dir of a site",
+            f"{self.folder}: {error}",
         )
 
     def go_back(self, attempts: Mapping[str, int]) -> None:

@@ -54,13 +54,15 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def differing(code: Mapping[str, str]) -> list[Path]:
+def differing(code: Mapping[str, str]) -> dict[str, Path]:
     """Return the files that ``code_of`` found elsewhere and that differ here or are missing.
+
+    By their names in ``code``.
 
     A module that cannot be found here at all is left to its import, which says why. Raises
     ``ValueError`` for any other file: an answer would tell what is in it.
     """
-    files = []
+    files = {}
     for name, digest in code.items():
         path = PurePosixPath(name)
         if path.suffix != ".py" or not all(
@@ -71,7 +73,7 @@ def differing(code: Mapping[str, str]) -> list[Path]:
         if (root := folder_of(top)) is not None:
             file = root / name
             if not file.is_file() or _digest(file.read_bytes()) != digest:
-                files.append(file)
+                files[name] = file
     return files
 
 
@@ -80,16 +82,17 @@ def require_same_code(server: Mapping[str, str], client: str) -> None:
     code = dict(server)
     if code.pop(PACKAGE, "") != fingerprint():
         raise SiteRefusedError(
-            f"{client} runs other code ({Path(__file__).parents[1]}) than the server: another "
-            "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "
-            "in a folder that holds a copy of the app; install the server's version, and start it "
-            "in an empty folder"
+            f"{client} runs other code than the server: another version of flower-desloc is "
+            "installed here, or the SuperLink or SuperNode was started in a folder that holds a "
+            "copy of the app; install the server's version, and start it in an empty folder",
+            f"the code here is in {Path(__file__).parents[1]}",
         )
     if files := differing(code):
         more = f", and {len(files) - 3} more" if len(files) > 3 else ""
         raise SiteRefusedError(
             f"{client} runs other code than the server: it has another version, or none, of "
-            f"{', '.join(map(str, files[:3]))}{more}; copy the server's version there"
+            f"{', '.join([*files][:3])}{more}; copy the server's version there",
+            f"here they are {', '.join(map(str, files.values()))}",
         )
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.exits import exits_as_errors
-from flower_desloc.flower.internals import Run, set_task
+from flower_desloc.flower.internals import Run, log, set_task
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 
@@ -118,5 +119,7 @@ class InProcessGrid(Grid):
             with exits_as_errors(), num_threads(self.threads):
                 return self.client_app(own, context)
         except Exception as error:
+            for note in getattr(error, "__notes__", ()):  # what Flower's traceback would show
+                log(ERROR, "%s: %s", type(error).__name__, note)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)

@@ -30,18 +30,23 @@ def require_carried_out(context: Context, carried_out: Collection[str]) -> None:
 
 
 @contextmanager
-def errors_stay(context: Context, is_private: Callable[[], bool]) -> Iterator[None]:
+def errors_stay(
+    context: Context,
+    is_private: Callable[[], bool],
+    sent: type[Exception] = SiteRefusedError,
+) -> Iterator[None]:
     """Keep the text of an error, which may quote data, in the log of a site that protects them.
 
-    A ``SiteRefusedError`` is sent as it is, and of others the type, as far as the server asks.
+    The text of a ``sent`` one is sent, without its notes, and of others the type, as far as the
+    server asks.
     """
     try:
         with exits_as_errors():
             yield
-    except SiteRefusedError:
+    except sent:
         raise
     except Exception as error:
-        if not (_is_protected(context) or is_private()):
+        if str(error) == HIDDEN or not (_is_protected(context) or is_private()):
             raise
         log(ERROR, "%s: %s", type(error).__name__, error, exc_info=True)
         raise with_text(error, HIDDEN) from None

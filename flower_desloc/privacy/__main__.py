@@ -15,7 +15,8 @@ def main(ledger: str, delta: str) -> None:
     try:
         held, bound = Lines(path), Budget(1, float(delta)).delta
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        told = [str(error), *getattr(error, "__notes__", ())]
+        raise SystemExit("; ".join(told)) from error
     for run in [*held.runs(), None]:
         steps = held.steps(run)
         used = epsilon(steps, bound)

@@ -111,9 +111,9 @@ class Account:
         if of is not None:
             whose, setting = "site in this run", "privacy.epsilon"
         return BudgetSpentError(
-            f"the privacy budget of this {whose}, {budget}, is spent: {steps.total()} steps took "
-            f"epsilon={epsilon(steps, budget.delta):.4g}, and the rest is too little for more; it "
-            f"takes no further step, unless {setting} is raised"
+            f"the privacy budget of this {whose}, {budget}, is spent: the rest is too little for "
+            f"more; it takes no further step, unless {setting} is raised",
+            f"{steps.total()} steps took epsilon={epsilon(steps, budget.delta):.4g}",
         )
 
 

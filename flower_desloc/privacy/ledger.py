@@ -49,7 +49,10 @@ class Lines:
         """Read what was written since."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._end:
-            raise SiteRefusedError(f"{self._path}: this privacy ledger has lost lines; restore it")
+            raise SiteRefusedError(
+                "the privacy ledger of this site, in its state-dir, has lost lines; restore it",
+                str(self._path),
+            )
         if not size:
             return
         with self._path.open("rb") as file:
@@ -66,8 +69,9 @@ class Lines:
             step = Step(float(entry["noise_multiplier"]), float(entry["sample_rate"]))
         except (ValueError, KeyError, TypeError) as error:
             raise SiteRefusedError(
-                f"{self._path}: this privacy ledger is damaged, so what is spent is not known: "
-                f"{line[:80]!r}; restore it from a copy"
+                "the privacy ledger of this site, in its state-dir, is damaged, so what is spent "
+                "is not known; restore it from a copy",
+                f"{self._path}: {line[:80]!r}",
             ) from error
         self._answered.add(query)
         self._steps[run, step] += 1
@@ -132,7 +136,8 @@ def _secret(path: Path) -> bytes:
     secret = path.read_bytes()
     if len(secret) != 32:
         raise SiteRefusedError(
-            f"{path}: must hold 32 random bytes, has {len(secret)}; delete the file"
+            "the secret of this site's privacy ledger, in state-dir, is damaged; delete its file",
+            f"{path}: must hold 32 random bytes, has {len(secret)}",
         )
     return secret
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from flower_desloc.core.errors import SiteRefusedError
+
 PEERS = "peers"
 LEAST = 3
 """Sites in a sum, unless a site says otherwise: of two, each can subtract its own."""
@@ -41,14 +43,16 @@ class Identity:
 
     @classmethod
     def read(cls, folder: Path, name: str, least: int = LEAST) -> "Identity":
-        """Read the identity of the site of that name; raises ``ValueError`` for a bad file."""
+        """Read the identity of a site; raises ``SiteRefusedError`` for a bad file."""
         try:
             key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(_key(folder, name)))
             peers = _peers((folder / PEERS).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"secure-keys={folder}: {error}; `python -m flower_desloc.secure {folder} {name}` "
-                f"makes the key of this site, and {folder / PEERS} has a line of each site"
+            raise SiteRefusedError(
+                "secure-keys in the node config: the folder has no key of this site, or its peers "
+                f"cannot be read; `python -m flower_desloc.secure FOLDER {name}` makes the key, "
+                f"and FOLDER/{PEERS} has a line of each site",
+                f"{folder}: {error}",
             ) from error
         return cls(name, key, peers, least)
 

@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from filelock import FileLock, Timeout
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import (
@@ -417,15 +418,17 @@ class SiteSum:
         )
 
     def _require_same_members(self, giving: _Given) -> None:
-        """Raise ``ValueError`` if another sum and this one would tell the difference."""
+        """Raise ``SiteRefusedError`` if another sum and this one would tell the difference."""
         for given in self._stored.given:
             if given.overlaps(giving) and given.members != giving.members:
-                raise ValueError(
-                    f"the sum of steps {given.start + 1} to {given.stop} over {given.members} was "
-                    f"given away already, in run {given.run!r}: one over {giving.members} would "
-                    "tell the difference, which is that of single sites; repeat it with the same "
-                    "sites, or begin from other averages. Only a person at this site who accepts "
-                    f"that may delete {self._path}"
+                raise SiteRefusedError(
+                    f"a sum of steps {giving.start + 1} to {giving.stop}, or from the same "
+                    f"parameters, was given away already over other sites: one over "
+                    f"{giving.members} would tell the difference, which is that of single sites; "
+                    "repeat it with the same sites, or begin from other averages. Only a person at "
+                    f"this site who accepts that may delete secure/{self._path.name} in state-dir",
+                    f"{self._path}: the sum of steps {given.start + 1} to {given.stop} over "
+                    f"{given.members} in run {given.run!r}",
                 )
 
     def _to_confirm(self, now: _Sum, survivors: Collection[str]) -> bytes:

@@ -63,7 +63,7 @@ def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_pat
     """Otherwise the client would train on other data without an error."""
     parts = RunParts(dump(load("cnn.yaml")), {}, CPU)
     with pytest.raises(
-        ValueError, match=r"^data-path=.*: task=cnn:CNN does not state that it reads site.data_path"
+        ValueError, match=r"^data-path in .*: task=cnn:CNN does not state that it reads site.data_"
     ):
         parts.single_worker({"data-path": str(tmp_path)})
     assert parts.single_worker({"partition-id": 0, "num-partitions": 2})

@@ -13,6 +13,7 @@ from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.messages import HELLO, WindowRequest
 from flower_desloc.flower.protection import HIDDEN, OF_THE_APP
 from flower_desloc.privacy.account import BudgetSpentError
+from flower_desloc.secure.identity import create
 
 RECORD = "Jane Doe, born 1900"
 BUDGET = {"epsilon": 1.0, "delta": 1e-5}
@@ -83,6 +84,30 @@ def test_the_server_is_still_told_the_kinds_of_error_that_it_asks_for(error):
 def test_a_refusal_says_why(refusal):
     app = client_app(raising(refusal("the budget is spent")), carries_out=OF_THE_APP)
     assert "the budget is spent" in error_of(app, BUDGET).reason
+
+
+@pytest.mark.parametrize("node", [BUDGET, {}])
+def test_the_detail_of_a_refusal_is_in_the_log_of_the_site_alone(node, caplog):
+    app = client_app(raising(SiteRefusedError("it is damaged", RECORD)), carries_out=OF_THE_APP)
+    reason = error_of(app, node).reason
+    assert "it is damaged" in reason
+    assert RECORD not in reason
+    assert RECORD in caplog.text
+
+
+def test_neither_peers_nor_paths_of_a_site_with_keys_are_told(tmp_path, caplog):
+    (tmp_path / "site-a.key").write_text("00" * 32)
+    (tmp_path / "peers").write_text(f"{RECORD}\n")
+    app = client_app(of_a_step)
+    node = {"name": "site-a", "secure-keys": str(tmp_path), "state-dir": str(tmp_path / "state")}
+    told = error_of(app, node).reason
+    assert "secure-keys in the node config" in told
+    assert RECORD in caplog.text
+    (tmp_path / "state").write_text("")  # no folder
+    (tmp_path / "peers").write_text(create(tmp_path, "site-a"))
+    told += (reason := error_of(app, node).reason)
+    assert HIDDEN in reason
+    assert not [word for word in (RECORD, str(tmp_path)) if word in told]
 
 
 @pytest.mark.parametrize("key", OF_THE_APP)

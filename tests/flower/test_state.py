@@ -236,8 +236,10 @@ def test_a_later_write_that_fails_is_reported_once(tmp_path):
     files = StateFiles(tmp_path, "run", "client-0", later=later)
     files.write(window(1), for_resume=False, unchanged=True)
     later.run()
-    with pytest.raises(OSError, match="cannot write this client's state"):
+    with pytest.raises(OSError, match=r"write this client's state .*; free .* state-dir") as told:
         later.settle()
+    assert str(tmp_path) not in str(told.value)
+    assert str(tmp_path) in told.value.__notes__[0]
     later.settle()
 
 

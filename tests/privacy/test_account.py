@@ -85,8 +85,9 @@ def test_a_spent_budget_refuses_further_queries_and_answers_known_ones(tmp_path)
     mine = account(tmp_path, of_run=0.5)
     for query in range(10):
         mine.charge(str(query), STEP)
-    with pytest.raises(BudgetSpentError, match=r"in this run, epsilon=0.5 .* 10 steps took"):
+    with pytest.raises(BudgetSpentError, match=r"in this run, epsilon=0.5 .* is spent") as told:
         mine.charge("10", STEP)
+    assert told.value.__notes__ == ["10 steps took epsilon=0.5"]
     mine.charge("3", STEP)
     again = account(tmp_path, of_run=0.5)
     with pytest.raises(BudgetSpentError, match="is raised"):
@@ -145,8 +146,10 @@ def test_a_line_is_whole_or_absent_after_a_kill(tmp_path, torn):
 
 def test_a_ledger_damaged_elsewhere_is_refused(tmp_path):
     (tmp_path / "site.jsonl").write_text('{"run": "run"}\n{"run": "run", "query": "a"}\n')
-    with pytest.raises(ValueError, match=r"this privacy ledger is damaged, .* restore it"):
+    with pytest.raises(ValueError, match=r"privacy ledger of .* is damaged, .* restore it") as told:
         Ledger(tmp_path, "site")
+    assert not [word for word in (str(tmp_path), '"run"') if word in str(told.value)]
+    assert told.value.__notes__ == [f"""{tmp_path / "site.jsonl"}: b'{{"run": "run"}}'"""]
 
 
 @pytest.mark.usefixtures("linear")
@@ -185,5 +188,8 @@ def test_a_site_can_print_what_it_has_spent(tmp_path, capsys):
     assert {*tmp_path.iterdir()} == before
     with pytest.raises(SystemExit, match="delta above 0 and below 1"):
         command.main(str(copy), "0")
+    (tmp_path / "damaged.jsonl").write_text("x\n")
+    with pytest.raises(SystemExit, match=r"is damaged.*damaged\.jsonl: b'x'"):
+        command.main(str(tmp_path / "damaged.jsonl"), "1e-5")
     with pytest.raises(SystemExit, match="there is no such ledger"):
         command.main(str(tmp_path / "none.jsonl"), "1e-5")

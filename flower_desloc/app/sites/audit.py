@@ -53,8 +53,8 @@ def audited(
 ) -> Message:
     """Flower mod: note what a message asked and what its reply has, where there is an audit log.
 
-    The line is on disk before the reply leaves. Raises ``OSError`` naming the file where it cannot
-    be written: the reply is then not sent.
+    The line is on disk before the reply leaves. Raises ``OSError`` where it cannot be written: the
+    reply is then not sent.
     """
     if AUDIT_LOG not in context.node_config:
         return call(message, context)
@@ -73,7 +73,7 @@ def audited(
 
 
 def note(node: Mapping[str, Any], message: Message, event: str, what: Mapping[str, Any]) -> None:
-    """Write a line about a message; raises ``OSError`` naming the file where that fails."""
+    """Write a line about a message; raises ``OSError`` where that fails."""
     path = Path(str(node[AUDIT_LOG])).expanduser()
     line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -90,7 +90,9 @@ def note(node: Mapping[str, Any], message: Message, event: str, what: Mapping[st
         with path.open("rb") as file:
             os.fsync(file.fileno())
     except OSError as error:
-        raise OSError(f"{AUDIT_LOG}={path}: cannot be written ({error.strerror})") from error
+        raised = OSError(f"{AUDIT_LOG} in the node config cannot be written ({error.strerror})")
+        raised.add_note(str(path))  # in this site's log alone
+        raise raised from error
 
 
 def _private_steps(context: Context) -> dict[str, int]:

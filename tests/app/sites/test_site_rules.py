@@ -214,7 +214,7 @@ def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_l
     assert "requires data.seq_len=31" in error["error"]
     (tmp_path / "file").write_text("")
     site(**{"audit-log": str(tmp_path / "file" / "site.jsonl")})
-    with pytest.raises(FederationError, match=r"audit-log=.*: cannot be written"):
+    with pytest.raises(FederationError, match="audit-log in the node config cannot be written"):
         train(tmp_path, *SHORT)
 
 
@@ -264,7 +264,7 @@ def test_a_full_disk_lets_nothing_leave_and_no_half_line_stays(tmp_path):
     before = log.read_text()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"audit-log=.*: cannot be written"):
+        with pytest.raises(OSError, match="audit-log in the node config cannot be written"):
             audited(message, context, lambda *_: message)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -54,7 +54,7 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
                 try:
                     note(given["node_config"], message, "error", {"error": str(error)})
                 except OSError as failure:  # nothing of the site is in the answer
-                    log(ERROR, "%s", failure)
+                    log(ERROR, "%s", failure, exc_info=True)
             reply = Message(
                 Error(start_client_internal.FAB_VERIFICATION_ERROR.code, str(error)),
                 reply_to=message,
