@@ -15,6 +15,11 @@ _BLOCK = 32
 """Steps for which the budget is checked at once near its end: an epsilon takes a second."""
 
 
+MOST_STEPS = 100_000
+"""Steps that a budget is accounted for: with a usual budget it takes a core about a minute to find
+their noise, and two gigabytes; with a million it takes several."""
+
+
 class BudgetSpentError(SiteRefusedError):
     """A site's privacy budget does not suffice for a step."""
 
@@ -61,23 +66,25 @@ class Account:
         """Return the noise multiplier of the run, which is decided before its first step.
 
         It is about the least with which all steps of the run fit into what is left. Raises
-        ``BudgetSpentError`` if there is none.
+        ``BudgetSpentError`` if there is none. The ledger is free for other runs meanwhile.
         """
-
-        def fits(noise: float) -> bool:
-            step = Step(noise, sample_rate)
-            return all(
-                budget.allows(self._ledger.steps(of) + Counter({step: self._num_steps}))
-                for of, budget in self._budgets.items()
-            )
-
         with self._ledger.locked():
             stated = self._ledger.noise_multiplier(self._run)
-            if stated is not None:
-                return stated
-            if sample_rate not in self._noise:
-                self._noise[sample_rate] = _least(fits) or self._refuse(sample_rate)
-        return self._noise[sample_rate]
+            taken = {of: self._ledger.steps(of) for of in self._budgets}
+        if stated is not None:
+            return stated
+        if sample_rate in self._noise:
+            return self._noise[sample_rate]
+        self._require_few(max(steps.total() for steps in taken.values()) + self._num_steps)
+
+        def fits(noise: float) -> bool:
+            planned = Counter({Step(noise, sample_rate): self._num_steps})
+            return all(budget.allows(taken[of] + planned) for of, budget in self._budgets.items())
+
+        found = _least(fits) or self._refuse(sample_rate)
+        with self._ledger.locked():
+            begun = self._ledger.noise_multiplier(self._run)  # by another process meanwhile
+        return begun or self._noise.setdefault(sample_rate, found)
 
     def charge(self, query: str, step: Step) -> None:
         """Enter a query into the ledger, unless it is there: its answer is then the same.
@@ -90,10 +97,21 @@ class Account:
             planned = max(self._num_steps - self._ledger.steps(self._run).total(), 1)
             for of, budget in self._budgets.items():
                 taken = self._ledger.steps(of)
+                self._require_few(taken.total() + 1)
                 block = _BLOCK - taken[step] % _BLOCK
-                if not any(budget.allows(taken + Counter({step: n})) for n in (planned, block, 1)):
+                tried = (n for n in (planned, block, 1) if taken.total() + n <= MOST_STEPS)
+                if not any(budget.allows(taken + Counter({step: n})) for n in tried):
                     raise self._spent(of)
             self._ledger.append(self._run, query, step)
+
+    def _require_few(self, number: int) -> None:
+        if number > MOST_STEPS:
+            raise SiteRefusedError(
+                f"this site accounts for at most {MOST_STEPS} steps with differential privacy, of "
+                f"all runs together if its node config has epsilon; run.steps={self._num_steps} is "
+                "too many",
+                f"they would be {number}",
+            )
 
     def _refuse(self, sample_rate: float) -> float:
         planned = Counter({Step(_MOST_NOISE, sample_rate): self._num_steps})

@@ -6,11 +6,13 @@ import pytest
 
 pytest.importorskip("opacus")
 
+from filelock import FileLock
 from opacus.accountants import PRVAccountant, RDPAccountant
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.privacy import __main__ as command
 from flower_desloc.privacy import accounting
-from flower_desloc.privacy.account import Account, BudgetSpentError
+from flower_desloc.privacy.account import MOST_STEPS, Account, BudgetSpentError
 from flower_desloc.privacy.accounting import Budget, Step, epsilon
 from flower_desloc.privacy.ledger import Ledger
 
@@ -114,6 +116,58 @@ def test_the_noise_of_a_run_stays_when_others_spend_meanwhile(tmp_path):
     account(tmp_path, of_site=1.0).charge("a", Step(noise, 0.05))
     account(tmp_path, run="other", of_site=1.0).charge("b", Step(9.0, 0.05))
     assert account(tmp_path, of_site=1.0).noise_multiplier(0.05) == noise
+
+
+@pytest.mark.usefixtures("linear")
+def test_other_runs_go_on_while_the_noise_of_one_is_found(tmp_path, monkeypatch):
+    mine, lock = account(tmp_path, of_run=0.5), FileLock(tmp_path / "site.lock", timeout=0)
+    allows = Budget.allows
+    tried = []
+
+    def allows_now(budget, steps):
+        with lock:
+            tried.append(steps)
+        return allows(budget, steps)
+
+    monkeypatch.setattr(Budget, "allows", allows_now)
+    mine.noise_multiplier(0.05)
+    assert tried
+
+
+@pytest.mark.usefixtures("linear")
+def test_the_noise_is_that_of_a_process_which_has_begun_the_run_meanwhile(tmp_path, monkeypatch):
+    mine, other, allows = account(tmp_path, of_run=0.5), Ledger(tmp_path, "site"), Budget.allows
+
+    def begun_meanwhile(budget, steps):
+        if not other.runs():
+            with other.locked():
+                other.append("run", "a", Step(7.0, 0.05))
+        return allows(budget, steps)
+
+    monkeypatch.setattr(Budget, "allows", begun_meanwhile)
+    assert mine.noise_multiplier(0.05) == 7.0
+
+
+@pytest.mark.usefixtures("linear")
+def test_more_steps_than_the_accountant_can_do_are_refused(tmp_path):
+    with pytest.raises(SiteRefusedError, match=r"at most 100000 steps .* run.steps=100001 is too"):
+        account(tmp_path, steps=MOST_STEPS + 1, of_run=1e9).noise_multiplier(0.05)
+    assert account(tmp_path, steps=MOST_STEPS, of_site=1e9).noise_multiplier(0.05)
+    account(tmp_path, run="other", steps=1, of_run=1e9).charge("a", STEP)
+    with pytest.raises(SiteRefusedError, match="of all runs together") as told:
+        account(tmp_path, steps=MOST_STEPS, of_site=1e9).noise_multiplier(0.05)
+    assert told.value.__notes__ == ["they would be 100001"]
+    assert account(tmp_path, steps=MOST_STEPS, of_run=1e9).noise_multiplier(0.05)
+
+
+@pytest.mark.usefixtures("linear")
+def test_no_step_is_charged_beyond_these(tmp_path, monkeypatch):
+    monkeypatch.setattr("flower_desloc.privacy.account.MOST_STEPS", 3)
+    mine = account(tmp_path, of_site=1e9)
+    for query in range(3):
+        mine.charge(str(query), STEP)
+    with pytest.raises(SiteRefusedError, match="at most 3 steps"):
+        mine.charge("more", STEP)
 
 
 @pytest.mark.usefixtures("linear")
