@@ -7,6 +7,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from flower_desloc.core.errors import SiteRefusedError
+
+LEAST_DELTA = 1e-9
+"""Below, an epsilon is no upper bound: by the accountant's rounding that of 10^5 steps was up to
+0.2 % below the exact one of Gaussian mechanisms at 1e-10, and 3 % at 1e-12."""
+
 
 @dataclass(frozen=True, order=True)
 class Step:
@@ -26,8 +32,10 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        if not (self.epsilon > 0 and 0 < self.delta < 1):
-            raise ValueError(f"{self}: epsilon must be above 0, delta above 0 and below 1")
+        if not (self.epsilon > 0 and LEAST_DELTA <= self.delta < 1):
+            raise ValueError(
+                f"{self}: epsilon must be above 0, delta at least {LEAST_DELTA:g} and below 1"
+            )
 
     def __str__(self) -> str:
         return f"epsilon={self.epsilon:g} delta={self.delta:g}"
@@ -54,4 +62,10 @@ def _epsilon(steps: tuple[tuple[Step, int], ...], delta: float) -> float:
     with np.errstate(divide="ignore"), warnings.catch_warnings():  # every record in the sample
         # Of the Renyi bound, which only sets how far the accountant integrates.
         warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha")
-        return float(accountant.get_epsilon(delta=delta))
+        try:
+            return float(accountant.get_epsilon(delta=delta))
+        except ValueError as error:
+            raise SiteRefusedError(
+                f"the accountant has no epsilon for so many steps at delta={delta:g}: {error}; "
+                "set a larger delta, in the node config or as privacy.delta"
+            ) from error

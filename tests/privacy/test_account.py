@@ -1,6 +1,7 @@
 """The budget: what Opacus says, counted once, and never forgotten."""
 
 import json
+import math
 
 import pytest
 
@@ -8,12 +9,15 @@ pytest.importorskip("opacus")
 
 from filelock import FileLock
 from opacus.accountants import PRVAccountant, RDPAccountant
+from scipy.optimize import brentq
+from scipy.stats import norm
 
+from flower_desloc.app.config import ConfigError, load
 from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.privacy import __main__ as command
 from flower_desloc.privacy import accounting
 from flower_desloc.privacy.account import MOST_STEPS, Account, BudgetSpentError
-from flower_desloc.privacy.accounting import Budget, Step, epsilon
+from flower_desloc.privacy.accounting import LEAST_DELTA, Budget, Step, epsilon
 from flower_desloc.privacy.ledger import Ledger
 
 STEP = Step(1.0, 0.05)
@@ -222,7 +226,32 @@ def test_the_secret_is_the_sites_own_and_stays(tmp_path):
     assert (tmp_path / "site.secret").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0, 1e-5), (-1, 1e-5), (1, 0), (1, 1)])
+def test_at_the_least_delta_an_epsilon_of_the_most_steps_is_above_the_exact_one():
+    mu = 0.3  # of Gaussian mechanisms together, which are one (Dong et al. 2022)
+
+    def excess(epsilon):
+        tail = norm.logcdf(-mu / 2 - epsilon / mu)
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + tail) - LEAST_DELTA
+
+    exact = brentq(excess, 0, 100)
+    found = epsilon({Step(MOST_STEPS**0.5 / mu, 1.0): MOST_STEPS}, LEAST_DELTA)
+    assert exact <= found < 1.01 * exact
+
+
+def test_what_the_accountant_cannot_do_is_refused_in_a_sentence():
+    with pytest.raises(SiteRefusedError, match=r"no epsilon .* delta=1e-13: .* larger delta, in"):
+        epsilon({Step(1.0, 0.01): 10_000}, 1e-13)
+
+
+def test_the_setting_of_a_run_has_the_least_delta_too():
+    with pytest.raises(ConfigError, match=r"privacy\.delta=1e-10"):
+        load("quickstart", "privacy.delta=1e-10")
+    assert load("quickstart", f"privacy.delta={LEAST_DELTA}").privacy.delta == LEAST_DELTA
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(0, 1e-5), (-1, 1e-5), (1, 0), (1, 9e-10), (1, 1), (1, math.nan)]
+)
 def test_what_is_no_budget_is_refused(epsilon, delta):
     with pytest.raises(ValueError, match="epsilon must be above 0"):
         Budget(epsilon, delta)
@@ -240,7 +269,7 @@ def test_a_site_can_print_what_it_has_spent(tmp_path, capsys):
     command.main(str(copy), "1e-5")
     assert f"all runs: {used}" in capsys.readouterr().out
     assert {*tmp_path.iterdir()} == before
-    with pytest.raises(SystemExit, match="delta above 0 and below 1"):
+    with pytest.raises(SystemExit, match="delta at least 1e-09 and below 1"):
         command.main(str(copy), "0")
     (tmp_path / "damaged.jsonl").write_text("x\n")
     with pytest.raises(SystemExit, match=r"is damaged.*damaged\.jsonl: b'x'"):

@@ -303,7 +303,7 @@ class Privacy:
     """Let the server learn sums only."""
     epsilon: float | None = may_differ(bounded(None, above=0))
     """Budget of each client; null: a site's own."""
-    delta: float = may_differ(bounded(1e-5, above=0, below=1))
+    delta: float = may_differ(bounded(1e-5, 1e-9, below=1))
     """Well below 1 / examples."""
     max_grad_norm: float = bounded(1.0, 1e-6)
     """Bound of each example's gradient."""
