@@ -142,12 +142,12 @@ class DesLocClient(ClientApp):
         self._ahead.take()
 
     def _secure_sums(self, message: Message, context: Context, call: _Call) -> Message:
+        require_carried_out(context, self._carries_out)
         # Their own refusals are ValueErrors that quote nothing; an OSError would tell a path.
         with errors_stay(context, self._is_private, sent=ValueError):
             return secure_sums(message, context, call)
 
     def _protected(self, message: Message, context: Context, call: _Call) -> Message:
-        require_carried_out(context, self._carries_out)
         with errors_stay(context, self._is_private):
             return call(message, context)
 

@@ -16,11 +16,20 @@ from flower_desloc.flower.secure.mod import SECURE_KEYS
 
 OF_THE_APP: Final = ("epsilon", "delta", "require", "audit-log")
 """Keys of a node config that protect a site, and that its app must carry out."""
+ACCEPT_APP: Final = "accept-app"
+"""Key of a node config that ``desloc supernode`` carries out, and no other SuperNode."""
+APPS_COMPARED: Final = "DESLOC_APPS_COMPARED"
+"""Environment variable: set by ``desloc supernode``, for the processes of its ClientApps."""
 HIDDEN: Final = "an error of this site, which may quote its data; its own log has the text"
 
 
 def require_carried_out(context: Context, carried_out: Collection[str]) -> None:
-    """Raise ``SiteRefusedError`` if the node config has a key that this app would ignore."""
+    """Raise ``SiteRefusedError`` if the node config has a key that its app or SuperNode ignores."""
+    if ACCEPT_APP in context.node_config and not os.environ.get(APPS_COMPARED):
+        raise SiteRefusedError(
+            f"{ACCEPT_APP} in the node config: this SuperNode does not carry it out, and would run "
+            "every app; start it by `desloc supernode`, or leave it out"
+        )
     ignored = {*OF_THE_APP} - {*carried_out}
     if keys := sorted(ignored & context.node_config.keys()):
         raise SiteRefusedError(

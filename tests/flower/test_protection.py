@@ -11,7 +11,8 @@ from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.messages import HELLO, WindowRequest
-from flower_desloc.flower.protection import HIDDEN, OF_THE_APP
+from flower_desloc.flower.protection import ACCEPT_APP, APPS_COMPARED, HIDDEN, OF_THE_APP
+from flower_desloc.flower.secure.record import ASK
 from flower_desloc.privacy.account import BudgetSpentError
 from flower_desloc.secure.identity import create
 
@@ -108,6 +109,15 @@ def test_neither_peers_nor_paths_of_a_site_with_keys_are_told(tmp_path, caplog):
     told += (reason := error_of(app, node).reason)
     assert HIDDEN in reason
     assert not [word for word in (RECORD, str(tmp_path)) if word in told]
+
+
+def test_a_site_whose_supernode_does_not_compare_apps_is_refused(monkeypatch):
+    app, node = client_app(of_a_step), {ACCEPT_APP: "0" * 64}
+    monkeypatch.delenv(APPS_COMPARED, raising=False)
+    for kind in ("train", HELLO, "evaluate", ASK):
+        assert "start it by `desloc supernode`" in error_of(app, node, kind).reason
+    monkeypatch.setenv(APPS_COMPARED, "1")
+    assert "desloc supernode" not in error_of(app, node, ASK).reason
 
 
 @pytest.mark.parametrize("key", OF_THE_APP)

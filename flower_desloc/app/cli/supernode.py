@@ -39,12 +39,12 @@ def _check_node_config(arguments: Sequence[str]) -> None:
     if not stated:
         return
     # `desloc --help` does not wait for these.
-    from flower_desloc.app.sites.deployment.accepted import ACCEPT
     from flower_desloc.app.sites.required import check_keys
     from flower_desloc.flower.internals import parse_config_args
+    from flower_desloc.flower.protection import ACCEPT_APP
 
     try:
         node = parse_config_args([stated])
     except Exception:  # whatever it is, Flower says it
         return
-    check_keys(node, (ACCEPT,))
+    check_keys(node, (ACCEPT_APP,))

@@ -13,7 +13,7 @@ from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.record import yaml_mapping
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.core.errors import SiteRefusedError
-from flower_desloc.flower.protection import OF_THE_APP
+from flower_desloc.flower.protection import ACCEPT_APP, OF_THE_APP
 
 REQUIRE = "require"
 """Key of the node config: words as ``KEY=VALUE``, like overrides on a command line."""
@@ -22,7 +22,7 @@ _AT_THE_SITE = (
     *("privacy.epsilon", "privacy.delta", "privacy.max_grad_norm"),
 )
 """The settings, and sections of them, that a site carries out."""
-PROTECTING = (*OF_THE_APP, "accept-app", "secure-keys", "secure-min")
+PROTECTING = (*OF_THE_APP, ACCEPT_APP, "secure-keys", "secure-min")
 """The keys of a node config that protect the site. Other apps have keys of their own there."""
 
 

@@ -5,11 +5,13 @@ import json
 import re
 import resource
 import stat
+import sys
 from types import SimpleNamespace
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from processes import output_of
 from scripts import ROOT
 from tiny import TINY, train
 
@@ -111,6 +113,20 @@ def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
     with pytest.raises(AttributeError):  # from the run, which stands for Flower's
         site.pull(accepted.format(**digests))
     assert taken == [b"an app"]
+
+
+def test_a_supernode_that_compares_apps_tells_its_client_apps():
+    """By an environment variable, which they inherit."""
+    code = (
+        "import os\n"
+        "from flower_desloc.flower import internals\n"
+        "from flower_desloc.flower.protection import APPS_COMPARED\n"
+        "internals.flower_supernode = lambda: print(os.environ[APPS_COMPARED])\n"
+        "from flower_desloc.app.sites.deployment.node import main\n"
+        "main()\n"
+    )
+    output = output_of([sys.executable, "-c", code])
+    assert output.strip() == "1"
 
 
 # The settings

@@ -9,9 +9,7 @@ from flwr.app import Error, Message
 
 from flower_desloc.app.sites.audit import AUDIT_LOG, note
 from flower_desloc.flower.internals import log, start_client_internal
-
-ACCEPT = "accept-app"
-"""Key of the node config: the SHA-256 of each app that the site runs."""
+from flower_desloc.flower.protection import ACCEPT_APP
 
 
 class AppRefusedError(ValueError):
@@ -26,9 +24,9 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
     """
 
     def pull_if_accepted(**given: Any) -> int | None:
-        if ACCEPT not in given["node_config"]:
+        if ACCEPT_APP not in given["node_config"]:
             return pull(**given)
-        accepted = str(given["node_config"][ACCEPT]).replace(",", " ").split()
+        accepted = str(given["node_config"][ACCEPT_APP]).replace(",", " ").split()
         received: list[Message] = []
 
         def receive() -> Any:
@@ -40,8 +38,8 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
             fab = given["get_fab"](fab_hash, run_id)
             if (digest := hashlib.sha256(fab.content).hexdigest()) not in accepted:
                 raise AppRefusedError(
-                    f"this site does not accept the app with the SHA-256 {digest} ({ACCEPT} in its "
-                    "node config)"
+                    f"this site does not accept the app with the SHA-256 {digest} ({ACCEPT_APP} "
+                    "in its node config)"
                 )
             return fab
 

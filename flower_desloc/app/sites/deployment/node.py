@@ -126,6 +126,7 @@ def main() -> None:
         runtime_handlers,
     )
     from flower_desloc.flower.internals import start_client_internal as loop
+    from flower_desloc.flower.protection import APPS_COMPARED
 
     interval, pull = PollInterval(), accepting(loop._pull_and_store_message)
 
@@ -142,6 +143,7 @@ def main() -> None:
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
     if sys.platform == "linux":
         loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
+    os.environ[APPS_COMPARED] = "1"  # its ClientApps refuse `accept-app` without
     # How long its SuperExec waits between an answer, which may take seconds, and the next question.
     os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.01"
     sys.argv[0] = "flower-supernode"
