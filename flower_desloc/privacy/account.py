@@ -94,15 +94,23 @@ class Account:
         with self._ledger.locked():
             if self._ledger.has(query):
                 return
-            planned = max(self._num_steps - self._ledger.steps(self._run).total(), 1)
-            for of, budget in self._budgets.items():
-                taken = self._ledger.steps(of)
-                self._require_few(taken.total() + 1)
-                block = _BLOCK - taken[step] % _BLOCK
-                tried = (n for n in (planned, block, 1) if taken.total() + n <= MOST_STEPS)
-                if not any(budget.allows(taken + Counter({step: n})) for n in tried):
-                    raise self._spent(of)
+        self._require_left(step)  # the accountant may take long, and remembers what it found
+        with self._ledger.locked():
+            if self._ledger.has(query):
+                return
+            self._require_left(step)
             self._ledger.append(self._run, query, step)
+
+    def _require_left(self, step: Step) -> None:
+        """Raise ``SiteRefusedError`` if what is left does not suffice for a step."""
+        planned = max(self._num_steps - self._ledger.steps(self._run).total(), 1)
+        for of, budget in self._budgets.items():
+            taken = self._ledger.steps(of)
+            self._require_few(taken.total() + 1)
+            block = _BLOCK - taken[step] % _BLOCK
+            tried = (n for n in (planned, block, 1) if taken.total() + n <= MOST_STEPS)
+            if not any(budget.allows(taken + Counter({step: n})) for n in tried):
+                raise self._spent(of)
 
     def _require_few(self, number: int) -> None:
         if number > MOST_STEPS:

@@ -139,6 +139,22 @@ def test_other_runs_go_on_while_the_noise_of_one_is_found(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("linear")
+def test_other_runs_go_on_while_the_cost_of_a_step_is_found(tmp_path, monkeypatch):
+    mine, lock = account(tmp_path, of_run=0.5), FileLock(tmp_path / "site.lock", timeout=0)
+    known, cost = set(), accounting._epsilon
+
+    def costs(steps, delta):
+        if steps not in known:  # else the accountant remembers it
+            with lock:
+                known.add(steps)
+        return cost(steps, delta)
+
+    monkeypatch.setattr(accounting, "_epsilon", costs)
+    mine.charge("a", STEP)
+    assert known
+
+
+@pytest.mark.usefixtures("linear")
 def test_the_noise_is_that_of_a_process_which_has_begun_the_run_meanwhile(tmp_path, monkeypatch):
     mine, other, allows = account(tmp_path, of_run=0.5), Ledger(tmp_path, "site"), Budget.allows
 
