@@ -1,4 +1,7 @@
-"""A site that protects its data: which app carries that out, and what its errors may say."""
+"""A site that protects its data: which app carries that out, and what its errors may say.
+
+A SuperNode imports this, and no PyTorch.
+"""
 
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +15,6 @@ from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.failures import with_text
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.secure.mod import SECURE_KEYS
 
 OF_THE_APP: Final = ("epsilon", "delta", "require", "audit-log")
 """Keys of a node config that protect a site, and that its app must carry out."""
@@ -20,6 +22,8 @@ ACCEPT_APP: Final = "accept-app"
 """Key of a node config that ``desloc supernode`` carries out, and no other SuperNode."""
 APPS_COMPARED: Final = "DESLOC_APPS_COMPARED"
 """Environment variable: set by ``desloc supernode``, for the processes of its ClientApps."""
+SECURE_KEYS: Final = "DESLOC_SECURE_KEYS"
+"""Environment variable: the folder of keys of clients whose node config has no secure-keys."""
 HIDDEN: Final = "an error of this site, which may quote its data; its own log has the text"
 
 

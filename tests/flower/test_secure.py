@@ -22,8 +22,8 @@ from flower_desloc.flower.arrays import from_record, records_of, to_array, to_re
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.flight import body
 from flower_desloc.flower.messages import GOODBYE, WindowRequest
+from flower_desloc.flower.protection import SECURE_KEYS
 from flower_desloc.flower.secure.at_server import SecureDesLoc, SecureRequests
-from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.secure.record import ASK, SECURE
 from flower_desloc.secure.agreement import stated
 from flower_desloc.secure.identity import introduce

@@ -46,7 +46,7 @@ from flower_desloc.app.setup.preflight import (
 from flower_desloc.app.sites.supervisor import ProcessError
 from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.secure.mod import SECURE_KEYS
+from flower_desloc.flower.protection import SECURE_KEYS
 from flower_desloc.flower.system import described
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 
+from flower_desloc.flower.protection import SECURE_KEYS
 from flower_desloc.flower.secure.record import SECURE
-
-SECURE_KEYS = "DESLOC_SECURE_KEYS"
-"""Environment variable: the folder of keys of clients whose node config has no secure-keys."""
 
 
 def secure_sums(

@@ -115,18 +115,19 @@ def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
     assert taken == [b"an app"]
 
 
-def test_a_supernode_that_compares_apps_tells_its_client_apps():
+def test_a_supernode_that_compares_apps_tells_its_client_apps_and_has_no_pytorch():
     """By an environment variable, which they inherit."""
     code = (
-        "import os\n"
+        "import os, sys\n"
         "from flower_desloc.flower import internals\n"
         "from flower_desloc.flower.protection import APPS_COMPARED\n"
-        "internals.flower_supernode = lambda: print(os.environ[APPS_COMPARED])\n"
+        "internals.flower_supernode = lambda: print(\n"
+        "    os.environ[APPS_COMPARED], 'torch' in sys.modules)\n"
         "from flower_desloc.app.sites.deployment.node import main\n"
         "main()\n"
     )
     output = output_of([sys.executable, "-c", code])
-    assert output.strip() == "1"
+    assert output.split() == ["1", "False"]
 
 
 # The settings
