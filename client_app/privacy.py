@@ -1,5 +1,7 @@
 """Make a client private, as the run's configuration and the site's node config ask for."""
 
+import platform
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -88,8 +90,17 @@ def _computed_by(config: Config) -> tuple[object, ...]:
     """
     own = digest_of(Path(__file__).parent)
     code = fingerprint(), own, *sorted(code_of(user_modules(config)).items())
-    machine = version("transformers"), torch.backends.cpu.get_cpu_capability()
+    machine = version("transformers"), torch.backends.cpu.get_cpu_capability(), _processor()
     return (*code, *machine, config.task, config.task_options, config.model, config.data)
+
+
+def _processor() -> str:
+    """Return what the processor is: others round otherwise."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line
+    return repr(platform.uname())
 
 
 def site_budget(node: NodeConfig) -> Budget | None:

@@ -44,23 +44,22 @@ def clipped_sum(
         examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
 
-    Raises ``ValueError`` naming the module through which they cannot be computed, or which keeps
-    what it computes of an example, and for a bound below ``LEAST_NORM``.
+    Raises ``ValueError`` naming the module through which they cannot be computed, for one that
+    adds to gradients itself, and for a bound below ``LEAST_NORM``.
 
     """
     if max_grad_norm < LEAST_NORM:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
     total = zeros(params)
-    with _nothing_kept(module) as check:
+    with _own_gradients(module):
         for example in examples:
             try:
                 grads = _gradients(loss(module, example), params)
+                norm = _norm(grads.values())
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 raise _unfit(module, error) from error
-            check()
-            norm = _norm(grads.values())
             if math.isfinite(norm):
                 for key, grad in grads.items():
                     total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
@@ -73,8 +72,13 @@ def zeros(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require_independent(module: nn.Module) -> None:
-    """Raise ``SiteRefusedError`` naming a module that mixes examples, or has their statistics."""
+    """Raise ``SiteRefusedError`` naming a module that mixes or marks examples."""
     for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise SiteRefusedError(
+                f"differential privacy: module {name!r} is a {type(part).__name__} with max_norm, "
+                "which changes the rows that an example uses; leave max_norm out"
+            )
         keeps = isinstance(part, _InstanceNorm) and part.track_running_stats
         if isinstance(part, _BatchNorm) or keeps:
             raise SiteRefusedError(
@@ -94,47 +98,22 @@ def _norm(grads: Iterable[Tensor]) -> float:
 
 
 @contextmanager
-def _nothing_kept(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give what raises ``SiteRefusedError`` naming a module that has kept a tensor of an example.
-
-    What it computes of the next one could depend on it. Its tensors are set back in the end.
-    """
-    tensors = _held(module)
-    values = {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def check() -> None:
-        for name, tensor in _held(module).items():
-            if name not in values or not _same(tensor, values[name]):
-                where, _, attribute = name.rpartition(".")
-                kind = type(module.get_submodule(where)).__name__
-                raise SiteRefusedError(
-                    f"differential privacy: module {where!r} ({kind}) keeps {attribute!r} of an "
-                    "example, on which the gradients of others would depend; no clipping bounds it"
-                )
-
+def _own_gradients(module: nn.Module) -> Iterator[None]:
+    """Raise ``SiteRefusedError`` if a module leaves gradients of its own, which nobody clips."""
+    kept = [(p, p.grad) for p in module.parameters()]
+    for p, _ in kept:
+        p.grad = None
     try:
-        yield check
+        yield
+        left = [name for name, p in module.named_parameters() if p.grad is not None]
     finally:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.data.copy_(values[name])
-
-
-def _held(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are no parameters: buffers, and what attributes hold."""
-    return {
-        f"{name}.{key}" if name else key: value
-        for name, part in module.named_modules()
-        for key, value in (*part.named_buffers(recurse=False), *vars(part).items())
-        if isinstance(value, Tensor)
-    }
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    both_nan = (one != one) & (other != other)
-    return bool(((one == other) | both_nan).all())
+        for p, grad in kept:
+            p.grad = grad
+    if left:
+        raise SiteRefusedError(
+            f"differential privacy: the backward pass adds to the gradient of {left[0]!r} itself, "
+            "as reversible layers do; it cannot be clipped"
+        )
 
 
 def _unfit(module: nn.Module, error: Exception) -> ValueError:

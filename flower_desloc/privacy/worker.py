@@ -2,9 +2,12 @@
 
 import hmac
 import os
+import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.errors import SiteRefusedError
-from flower_desloc.core.streams import digest, parameters, trained
+from flower_desloc.core.streams import digest, trained
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
@@ -77,19 +80,15 @@ class PrivateLoss:
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
-        query = self._query(step, cost)
+        state = _state(self.module)
+        query = self._query(step, cost, state)
         coins = uniform(self._key(query, "rows"), self.examples.number)
         drawn = np.flatnonzero(coins <= cost.sample_rate).tolist()
         records = {number: self.examples.of([number]) for number in drawn}
         answer = self._key(query, _digest(records))
         self.account.charge(answer.hex(), cost)
-        total = clipped_sum(
-            self.loss,
-            self.module,
-            params,
-            self._seeded(query, records),
-            max_grad_norm=self.max_grad_norm,
-        )
+        total = self._sum(query, params, records)
+        self._require_same(state)
         deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
@@ -103,23 +102,57 @@ class PrivateLoss:
         loss: Tensor = _Gradients.apply(grads, *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
 
+    def _sum(
+        self, query: bytes, params: Mapping[str, Tensor], records: Mapping[int, Any]
+    ) -> dict[str, Tensor]:
+        """Return the sum of the records' gradients; the first one's must not depend on the others.
+
+        That is looked at where the same computation has the same bits, on a CPU.
+        """
+        device = next(iter(params.values())).device
+        first = dict([*records.items()][:1]) if device.type == "cpu" else {}
+
+        def clipped(of: Mapping[int, Any]) -> dict[str, Tensor]:
+            seeded, bound = self._seeded(query, of), self.max_grad_norm
+            return clipped_sum(self.loss, self.module, params, seeded, max_grad_norm=bound)
+
+        with _random_states(device):
+            alone = digest(clipped(first))
+            total = clipped(records)
+            if digest(clipped(first)) != alone:
+                self._refuse()
+        return total
+
+    def _require_same(self, state: str) -> None:
+        """Raise ``SiteRefusedError`` if a module has kept something of the records."""
+        if _state(self.module) != state:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise SiteRefusedError(
+            f"differential privacy: {type(self.module).__name__} keeps what it computes of an "
+            "example, on which the gradients of others would depend; no clipping bounds that"
+        )
+
     def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
-        """Yield the records, each with dropout masks that do not depend on the others."""
+        """Yield the records, each with random numbers that do not depend on the others."""
         on_cpu = next(self.module.parameters()).device.type == "cpu"
         # Without an accelerator torch.manual_seed keeps its caller's stack, each time.
         seed = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
         for number, record in records.items():
-            seed(int.from_bytes(self._key(query, f"dropout {number}")[:7]))
+            drawn = self._key(query, f"random {number}")
+            seed(int.from_bytes(drawn[:7]))
+            random.seed(drawn)
+            np.random.seed(int.from_bytes(drawn[:4]))
             yield record
 
     def _cost(self) -> Step:
         rate = self.examples.sample_rate
         return Step(self.account.noise_multiplier(rate), rate)
 
-    def _query(self, step: int, cost: Step) -> bytes:
+    def _query(self, step: int, cost: Step, state: str) -> bytes:
         """Return a digest of what the gradient depends on, but for the records."""
-        tensors = {**parameters(self.module), **dict(self.module.named_buffers())}
-        device = next(iter(tensors.values())).device
+        device = next(self.module.parameters()).device
         about = (
             *(
                 step,
@@ -130,9 +163,12 @@ class PrivateLoss:
                 sorted(trained(self.module, self.optimizer)),
             ),
             *(self.examples.number, torch.__version__, torch.get_num_threads(), device),
+            *(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
+            *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            torch.backends.mkldnn.enabled,
             os.urandom(32) if device.type != "cpu" else b"",
         )
-        return self._key(self.context.encode(), f"{about} {digest(tensors)}")
+        return self._key(self.context.encode(), f"{about} {state}")
 
     def _key(self, key: bytes, use: str) -> bytes:
         return hmac.digest(self.account.secret, len(key).to_bytes(8) + key + use.encode(), "sha256")
@@ -169,8 +205,34 @@ def _check_clipping(worker: Worker) -> None:
         )
 
 
+def _state(module: nn.Module) -> str:
+    """Return a digest of what a loss depends on: tensors, and numbers and texts in attributes."""
+    tensors: dict[str, Tensor] = {}
+    others = []
+    for name, part in module.named_modules():
+        own = {**vars(part), "_modules": None}
+        for key, value in _inside(name, own, type(part).__qualname__):
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            else:
+                others.append((key, value))
+    return f"{others} {digest(tensors)}"
+
+
+def _inside(name: str, value: Any, kind: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, numbers and texts that ``value`` holds, by name; of other things, none."""
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple | deque):
+        held = value if isinstance(value, Mapping) else dict(enumerate(value))
+        yield name, (kind, len(held))
+        for key, each in held.items():
+            yield from _inside(f"{name}.{key}", each)
+
+
 def _digest(records: Mapping[int, Any]) -> str:
-    tensors, others = {}, []
+    tensors: dict[str, Tensor] = {}
+    others = []
     for number, record in records.items():
         for name, value in _leaves(str(number), record):
             if isinstance(value, Tensor):
@@ -180,9 +242,13 @@ def _digest(records: Mapping[int, Any]) -> str:
     return f"{others} {digest(tensors)}"
 
 
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, numbers and texts of a record, by name."""
-    if isinstance(value, Tensor | bool | int | float | str | bytes | None):
+    """Yield what a record consists of, by name: tensors, numbers, texts, and what holds them."""
+    is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
+    if type(value) in _PLAIN or (is_tensor and not value.is_quantized):
         yield name, value
         return
     inside: Mapping[Any, Any]
@@ -197,8 +263,21 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             "differential privacy needs examples of tensors, numbers and texts, or lists, tuples, "
             f"dictionaries and dataclasses of them; got a {type(value).__name__}"
         )
+    yield name, (type(value).__qualname__, [repr(key) for key in inside])
     for key, each in inside.items():
         yield from _leaves(f"{name}.{key!r}", each)
+
+
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    """Give the generators that a model may draw from back their states."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 class _Gradients(torch.autograd.Function):

@@ -1,8 +1,11 @@
 """A private worker: its gradients, what they depend on, and what it says of its data."""
 
 import math
+import random
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,6 +183,12 @@ def with_fewer_trained(account):
     return worker
 
 
+def with_attribute(account):
+    worker = guarded(account)
+    worker.module[1].scale = 2.0
+    return worker
+
+
 @dataclass(frozen=True)
 class Told:
     """A record with a number, which its gradient depends on."""
@@ -201,6 +210,7 @@ OTHER = {
     "record": lambda account: guarded(account, of=lambda rows: (X[rows], Y[rows] + 1e-6)),
     "parameters": moved,
     "trained": with_fewer_trained,
+    "attribute": with_attribute,
 }
 
 
@@ -246,6 +256,90 @@ def test_dropout_is_drawn_from_the_sites_secret():
     one, other = bytes(32), bytes(31) + b"1"
     assert torch.equal(summed(one), summed(one))
     assert not torch.equal(summed(one), summed(other))
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x * random.random() * np.random.rand()
+
+
+def test_other_generators_are_drawn_from_the_sites_secret_and_given_back():
+    def summed():
+        worker = guarded(Open(noise=0.0))
+        worker.module.append(Drawing())
+        return gradient(worker)
+
+    once, states = summed(), (random.random(), np.random.rand())
+    assert torch.equal(summed(), once)
+    assert states != (random.random(), np.random.rand())
+
+
+SEEN: list[float] = []
+
+
+class Keeping(nn.Module):
+    """It keeps what it computes of a record, in the given way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.list, self.calls, self.scale = way, [torch.zeros(1)], 0, 1.0
+        self.other = SimpleNamespace()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        return x * self.scale + getattr(self, self.way)(x.detach().mean(0))
+
+    def in_place(self, mean):
+        return self.mean.mul_(0.9).add_(mean)
+
+    def through_data(self, mean):
+        self.mean.data += mean
+        return self.mean
+
+    def as_another(self, mean):
+        last, self.mean = self.mean, mean
+        return last
+
+    def in_a_list(self, mean):
+        self.list.append(mean)
+        return self.list[-2]
+
+    def as_a_number(self, mean):
+        self.scale = float(mean)
+        return 0
+
+    def by_counting(self, mean):
+        self.calls += 1
+        return self.calls
+
+    def in_a_parameter(self, mean):
+        self.weight.data.copy_(mean)
+        return self.weight
+
+    def in_another_parameter(self, mean):
+        self.weight.data.add_(1)
+        return self.weight
+
+    def in_a_global(self, mean):
+        SEEN.append(float(mean))
+        return SEEN[-2] if len(SEEN) > 1 else 0.0
+
+    def in_an_object(self, mean):
+        last, self.other.mean = getattr(self.other, "mean", 0.0), mean
+        return last
+
+
+WAYS = [way for way in vars(Keeping) if way.split("_")[0] in ("in", "through", "as", "by")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_keeps_what_it_computes_is_refused(way):
+    worker = guarded()
+    worker.module.append(Keeping(way))
+    with pytest.raises(ValueError, match="Sequential keeps what it computes of an example"):
+        gradient(worker)
 
 
 def test_dropout_of_a_record_does_not_depend_on_the_others():
