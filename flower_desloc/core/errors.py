@@ -9,7 +9,8 @@ class SiteRefusedError(ValueError):
     """A site refuses what it is asked by settings of its own; the text is sent, and quotes no data.
 
     ``detail`` is what only the site may know: paths, what is in its files, what other runs spent.
-    It is a note of the error, which the traceback in the site's log shows.
+    It is a note of the error, which the traceback in the site's log shows. In a simulation, where
+    nothing is between the two, Ray sends the traceback.
     """
 
     def __init__(self, text: str, detail: str = "") -> None:

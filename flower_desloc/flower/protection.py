@@ -32,7 +32,7 @@ def require_carried_out(context: Context, carried_out: Collection[str]) -> None:
     if ACCEPT_APP in context.node_config and not os.environ.get(APPS_COMPARED):
         raise SiteRefusedError(
             f"{ACCEPT_APP} in the node config: this SuperNode does not carry it out, and would run "
-            "every app; start it by `desloc supernode`, or leave it out"
+            "every app; start it by `desloc supernode`, whose SuperExec is its own, or leave it out"
         )
     ignored = {*OF_THE_APP} - {*carried_out}
     if keys := sorted(ignored & context.node_config.keys()):

@@ -68,29 +68,26 @@ class _Given:
     run: str
     start: int
     stop: int
-    averages: dict[str, str]
-    """Those it began from, as in ``SumTerms.averages``."""
+    params: str
+    """The parameters that it began from, as in ``SumTerms.averages``; empty if it has none."""
+    averages: str
+    """Digest of the values of all that it began from; their versions are what the server says."""
     members: list[str]
-
-    @property
-    def parameters(self) -> str:
-        """Digest of the parameters it began from; their version is what the server says."""
-        return digest_in(self.averages.get(PARAMS, ""))
 
     def overlaps(self, other: "_Given") -> bool:
         """Return whether the sums of both, over other sites, tell something of single ones.
 
         They do if they began from the same parameters, whatever streams are due: all follow from
-        the same gradients. In one run these may be the same at a later window, where none were due.
+        the same gradients. In one run these may be the same at a later window, where none were due;
+        something else has another average then.
         """
-        if self.run == other.run and self.start < other.stop and other.start < self.stop:
+        same_run = self.run == other.run
+        if same_run and self.start < other.stop and other.start < self.stop:
             return True
-        were_not_due = (
-            self.run == other.run
-            and self.averages.get(PARAMS) == other.averages.get(PARAMS)
-            and self.averages != other.averages
-        )
-        return self.parameters == other.parameters and not were_not_due
+        if self.averages == other.averages:
+            return True
+        were_not_due = same_run and self.params == other.params
+        return digest_in(self.params) == digest_in(other.params) != "" and not were_not_due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +112,26 @@ class _Stored:
 
     @classmethod
     def read(cls, path: Path) -> "_Stored":
-        """Read the file, if there is one."""
+        """Read the file, if there is one; raises ``SiteRefusedError`` for one of something else."""
         if not path.exists():
             return cls()
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            given=[_Given(**each) for each in stored["given"]],
-            origins={
-                run: {step: _Origin(**each) for step, each in origins.items()}
-                for run, origins in stored["origins"].items()
-            },
-            now={run: _Sum(**each) for run, each in stored["now"].items()},
-        )
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                given=[_Given(**each) for each in stored["given"]],
+                origins={
+                    run: {step: _Origin(**each) for step, each in origins.items()}
+                    for run, origins in stored["origins"].items()
+                },
+                now={run: _Sum(**each) for run, each in stored["now"].items()},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SiteRefusedError(
+                f"the record of this site's secure sums, secure/{path.name} in its state-dir, is "
+                "damaged or of another version, so what was given away is not known; restore it, "
+                "or delete it if no sum of its runs may be told apart any more",
+                f"{path}: {error}",
+            ) from error
 
 
 def _alone(
@@ -409,11 +414,14 @@ class SiteSum:
         return self._stored.origins.get(self._run, {}).get(str(state_step), unknown)
 
     def _giving(self, terms: SumTerms, members: list[str]) -> _Given:
+        values = {name: digest_in(average) for name, average in terms.averages.items()}
+        text = json.dumps(values, sort_keys=True)
         return _Given(
             run=terms.run,
             start=terms.start,
             stop=terms.stop,
-            averages=dict(terms.averages),
+            params=terms.averages.get(PARAMS, ""),
+            averages=hashed("averages", text.encode()).hex(),
             members=members,
         )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sums import Sites, codes, in_order, plain, same, terms
 
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.__main__ import main
 from flower_desloc.secure.agreement import NARROW, SHORT, WIDE, Keys, SumTerms, stated
@@ -286,6 +287,26 @@ def test_a_later_window_of_the_same_run_may_go_on_from_parameters_that_were_not_
     sites.until_masked(later, {"site-d": 0})
     sites.unmask(later)
     assert same(later.total(), plain(range(3)))
+
+
+def test_another_number_of_the_same_average_makes_no_other_sum(tmp_path):
+    averages = {**OWN, "exp_avg": stated(0, "aa", 0.5)}
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4, averages=averages, fresh=True))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    renamed = {**OWN, "exp_avg": stated(16, "aa", 0.7)}
+    later = ServerSum(terms(4, start=16, stop=32, averages=renamed, fresh=True))
+    sites.until_masked(later, {"site-d": 2})
+    with pytest.raises(ValueError, match="given away already"):
+        sites.unmask(later)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"given": [{"run": "r"}]}', "\udcff"])
+def test_a_record_that_cannot_be_read_is_named_and_nothing_is_given(tmp_path, text):
+    sites = Sites(tmp_path, 4)
+    (tmp_path / "site-a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SiteRefusedError, match=r"secure/site-a\.json in its state-dir, is damaged"):
+        sites.until_masked(ServerSum(terms(4)), {})
 
 
 def test_no_average_that_sites_hold_is_left_out_of_what_they_agree_on(tmp_path):
