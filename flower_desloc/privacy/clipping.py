@@ -1,5 +1,6 @@
 """The sum of per-example gradients, each clipped: its sensitivity to one example is the bound."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from flower_desloc.core.errors import SiteRefusedError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
+_LOG = logging.getLogger("flwr")
 LEAST_NORM = 1e-6
 """The least bound: gradients and noise are far above the least numbers of single precision."""
 
@@ -26,12 +28,14 @@ def clipped_sum(
     examples: Iterable[Any],
     *,
     max_grad_norm: float,
+    skip: bool = False,
 ) -> dict[str, Tensor]:
     """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
     The gradient of an example, over all ``params`` together, is scaled down to the norm
     ``max_grad_norm`` if it is longer; one with NaN or infinity counts as zero. So an example more
-    or less changes the sum by at most ``max_grad_norm``. Abadi et al. 2016, arXiv:1607.00133.
+    or less changes the sum by at most ``max_grad_norm``, unless the module keeps what it computes,
+    for which ``PrivateLoss`` looks. Abadi et al. 2016, arXiv:1607.00133.
 
     Each gradient is computed alone. Those of several at once (``torch.func.vmap``) depend on how
     many there are by rounding, and by more than the bound with parameters that are made for it. The
@@ -43,6 +47,8 @@ def clipped_sum(
         params: The module's parameters to differentiate, by name; tied ones once.
         examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
+        skip: Whether an example that fails counts as zero, with a line in the log: an error would
+            tell that it is there.
 
     Raises ``ValueError`` naming the module through which they cannot be computed, for one that
     adds to gradients itself, and for a bound below ``LEAST_NORM``.
@@ -59,7 +65,11 @@ def clipped_sum(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                raise _unfit(module, error) from error
+                unfit = _unfit(module, error)
+                if not skip:
+                    raise unfit from error
+                _LOG.error("an example counts as none: %s", unfit, exc_info=error)
+                continue
             if math.isfinite(norm):
                 for key, grad in grads.items():
                     total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
@@ -88,6 +98,8 @@ def require_independent(module: nn.Module) -> None:
 
 
 def _gradients(loss: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not loss.requires_grad:  # a constant
+        return {}
     grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     return {key: grad for key, grad in zip(params, grads, strict=True) if grad is not None}
 

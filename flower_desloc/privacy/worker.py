@@ -4,10 +4,14 @@ import hmac
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NoReturn
+from enum import Enum
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -80,6 +84,12 @@ class PrivateLoss:
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
+        if self.module in _SPOILED:
+            raise SiteRefusedError(
+                "differential privacy: in this process a step of this model has failed, which may "
+                "have left something of an example in it; restart the site's SuperNode"
+            )
+        probe = self._probe(params)  # the first also makes what a module makes once
         state = _state(self.module)
         query = self._query(step, cost, state)
         coins = uniform(self._key(query, "rows"), self.examples.number)
@@ -87,8 +97,14 @@ class PrivateLoss:
         records = {number: self.examples.of([number]) for number in drawn}
         answer = self._key(query, _digest(records))
         self.account.charge(answer.hex(), cost)
-        total = self._sum(query, params, records)
-        self._require_same(state)
+        _SPOILED.add(self.module)
+        total = self._clipped(params, self._seeded(query, records), skip=probe.is_fit)
+        if _state(self.module) != state or self._probe(params) != probe:
+            raise SiteRefusedError(
+                f"differential privacy: {type(self.module).__name__} keeps what it computes of an "
+                "example, on which the gradients of others would depend; no clipping bounds that"
+            )
+        _SPOILED.discard(self.module)
         deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
@@ -102,43 +118,41 @@ class PrivateLoss:
         loss: Tensor = _Gradients.apply(grads, *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
 
-    def _sum(
-        self, query: bytes, params: Mapping[str, Tensor], records: Mapping[int, Any]
+    @cached_property
+    def _zeros(self) -> Any:
+        return _zeroed(self.examples.of([0]))
+
+    def _clipped(
+        self, params: Mapping[str, Tensor], records: Iterable[Any], *, skip: bool
     ) -> dict[str, Tensor]:
-        """Return the sum of the records' gradients; the first one's must not depend on the others.
+        bound = self.max_grad_norm
+        with _exactly(_accelerators(self.module)):
+            return clipped_sum(
+                self.loss, self.module, params, records, max_grad_norm=bound, skip=skip
+            )
 
-        That is looked at where the same computation has the same bits, on a CPU.
+    def _probe(self, params: Mapping[str, Tensor]) -> "_Probe":
+        """Return what comes of a record of zeros, which must not depend on the drawn ones.
+
+        Only whether it is fit on an accelerator, where sums differ when they are repeated.
         """
-        device = next(iter(params.values())).device
-        first = dict([*records.items()][:1]) if device.type == "cpu" else {}
-
-        def clipped(of: Mapping[int, Any]) -> dict[str, Tensor]:
-            seeded, bound = self._seeded(query, of), self.max_grad_norm
-            return clipped_sum(self.loss, self.module, params, seeded, max_grad_norm=bound)
-
-        with _random_states(device):
-            alone = digest(clipped(first))
-            total = clipped(records)
-            if digest(clipped(first)) != alone:
-                self._refuse()
-        return total
-
-    def _require_same(self, state: str) -> None:
-        """Raise ``SiteRefusedError`` if a module has kept something of the records."""
-        if _state(self.module) != state:
-            self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise SiteRefusedError(
-            f"differential privacy: {type(self.module).__name__} keeps what it computes of an "
-            "example, on which the gradients of others would depend; no clipping bounds that"
-        )
+        zeros = {-1: self._zeros}
+        try:
+            with _exactly(_accelerators(self.module)), torch.no_grad():
+                (record,) = self._seeded(b"", zeros)
+                loss = self.loss(self.module, record)
+            grads = self._clipped(params, self._seeded(b"", zeros), skip=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return _Probe(False, type(error).__name__)
+        return _Probe(True, "" if _accelerators(self.module) else digest({**grads, "": loss}))
 
     def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
         """Yield the records, each with random numbers that do not depend on the others."""
-        on_cpu = next(self.module.parameters()).device.type == "cpu"
         # Without an accelerator torch.manual_seed keeps its caller's stack, each time.
-        seed = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
+        accelerated = bool(_accelerators(self.module))
+        seed = torch.manual_seed if accelerated else torch.default_generator.manual_seed
         for number, record in records.items():
             drawn = self._key(query, f"random {number}")
             seed(int.from_bytes(drawn[:7]))
@@ -152,7 +166,7 @@ class PrivateLoss:
 
     def _query(self, step: int, cost: Step, state: str) -> bytes:
         """Return a digest of what the gradient depends on, but for the records."""
-        device = next(self.module.parameters()).device
+        devices = sorted({str(p.device) for p in self.module.parameters()})
         about = (
             *(
                 step,
@@ -162,11 +176,11 @@ class PrivateLoss:
                 # With the same noise the gradients by fewer parameters would differ by clipping.
                 sorted(trained(self.module, self.optimizer)),
             ),
-            *(self.examples.number, torch.__version__, torch.get_num_threads(), device),
+            *(self.examples.number, torch.__version__, torch.get_num_threads(), devices),
             *(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
             *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
             torch.backends.mkldnn.enabled,
-            os.urandom(32) if device.type != "cpu" else b"",
+            os.urandom(32) if _accelerators(self.module) else b"",
         )
         return self._key(self.context.encode(), f"{about} {state}")
 
@@ -206,28 +220,61 @@ def _check_clipping(worker: Worker) -> None:
 
 
 def _state(module: nn.Module) -> str:
-    """Return a digest of what a loss depends on: tensors, and numbers and texts in attributes."""
+    """Return a digest of what a loss depends on: tensors, and numbers and texts in attributes.
+
+    Raises ``SiteRefusedError`` for a tensor that cannot be compared.
+    """
     tensors: dict[str, Tensor] = {}
     others = []
-    for name, part in module.named_modules():
-        own = {**vars(part), "_modules": None}
-        for key, value in _inside(name, own, type(part).__qualname__):
-            if isinstance(value, Tensor):
-                tensors[key] = value
-            else:
-                others.append((key, value))
-    return f"{others} {digest(tensors)}"
+    try:
+        for name, part in module.named_modules():
+            own = {key: held for key, held in vars(part).items() if not _is_torchs(key)}
+            for key, value in _inside(repr(name), own, set()):
+                if isinstance(value, Tensor):
+                    tensors[key] = value
+                else:
+                    others.append((key, value))
+        return f"{others} {digest(tensors)}"
+    except (RuntimeError, NotImplementedError) as error:
+        raise SiteRefusedError(
+            f"differential privacy: {type(module).__name__} has a tensor that cannot be compared, "
+            "such as a sparse one"
+        ) from error
 
 
-def _inside(name: str, value: Any, kind: str = "") -> Iterator[tuple[str, Any]]:
+def _is_torchs(key: str) -> bool:
+    return key == "_modules" or key.endswith(
+        ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+    )
+
+
+def _inside(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, numbers and texts that ``value`` holds, by name; of other things, none."""
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
+    if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, Mapping | list | tuple | deque):
-        held = value if isinstance(value, Mapping) else dict(enumerate(value))
-        yield name, (kind, len(held))
-        for key, each in held.items():
-            yield from _inside(f"{name}.{key}", each)
+    elif isinstance(value, np.ndarray | np.generic):
+        yield name, (str(value.dtype), value.shape, value.tobytes())
+    elif isinstance(value, (*_PLAIN, Enum, torch.dtype, torch.device)):
+        yield name, value
+    elif isinstance(value, set | frozenset):
+        yield name, sorted(map(repr, value))
+    elif id(value) not in seen:
+        seen.add(id(value))
+        held = _held(value)
+        if held is not None:
+            yield name, (type(value).__qualname__, len(held))
+            for key, each in held.items():
+                yield from _inside(f"{name}.{key!r}", each, seen)
+
+
+def _held(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        return vars(value) if hasattr(value, "__dict__") else {}
+    return None
 
 
 def _digest(records: Mapping[int, Any]) -> str:
@@ -268,16 +315,53 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{name}.{key!r}", each)
 
 
+def _zeroed(value: Any) -> Any:
+    """Return a record of the same form, all of whose tensors are zero."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, Mapping):
+        return {key: _zeroed(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        inside = [_zeroed(each) for each in value]
+        is_named = hasattr(value, "_fields")
+        return type(value)(*inside) if is_named else type(value)(inside)
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return replace(value, **{name: _zeroed(each) for name, each in held.items()})
+    return value
+
+
+def _accelerators(module: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in module.parameters() if p.device.type != "cpu"}, key=str)
+
+
 @contextmanager
-def _random_states(device: torch.device) -> Iterator[None]:
-    """Give the generators that a model may draw from back their states."""
+def _exactly(accelerators: Sequence[torch.device]) -> Iterator[None]:
+    """Compute the same bits each time on a CPU, and give random generators back their states."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    was_exact = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    kind = accelerators[0].type if accelerators else "cuda"
+    with torch.random.fork_rng(devices=accelerators, device_type=kind):
         try:
+            if not accelerators:
+                torch.use_deterministic_algorithms(True)
             yield
         finally:
+            torch.use_deterministic_algorithms(was_exact, warn_only=warned)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    is_fit: bool
+    """Whether its gradient could be computed."""
+    found: str
+
+
+_SPOILED: "WeakSet[nn.Module]" = WeakSet()
+"""Models of which a step has failed, and that may have kept something of an example."""
 
 
 class _Gradients(torch.autograd.Function):

@@ -3,7 +3,9 @@
 import math
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,11 +100,12 @@ def test_without_noise_and_bound_it_trains_as_a_worker_without_privacy():
 def test_without_noise_and_bound_the_gradient_of_one_record_is_that_without_privacy():
     """Bit for bit; that of several is summed in another order."""
     worker = guarded(Open(noise=0.0), max_grad_norm=math.inf, size=1)
+    assert worker.loss_at._zeros
     sizes = {}
     for step in range(60):
         drawn: list[int] = []
         of = lambda rows, drawn=drawn: drawn.extend(rows) or (X[rows], Y[rows])  # noqa: E731
-        object.__setattr__(worker.loss_at, "examples", replace(worker.loss_at.examples, of=of))
+        object.__setattr__(worker.loss_at.examples, "of", of)
         ours = gradient(worker, step)
         sizes[len(drawn)] = True
         if len(drawn) == 1:
@@ -140,6 +143,9 @@ def test_each_record_is_drawn_by_a_coin_of_its_own():
         return X[rows], Y[rows]
 
     worker = guarded(of=of, size=3)
+    drawn.append([])
+    assert worker.loss_at._zeros  # reads a record, for its form
+    drawn.clear()
     for step in range(60):
         drawn.append([])
         worker.loss_at(step)
@@ -152,8 +158,15 @@ def test_each_record_is_drawn_by_a_coin_of_its_own():
 
 
 def test_a_batch_without_records_is_noise_alone():
-    worker = guarded(Open(noise=1.0), of=lambda rows: pytest.fail("none was drawn"), size=1e-9)
+    read: list[list[int]] = []
+
+    def of(rows):
+        read.append(rows)
+        return X[rows], Y[rows]
+
+    worker = guarded(of=of, size=1e-9)
     assert gradient(worker).std() > 1
+    assert read == [[0]]  # for its form
     assert len(worker.loss_at.account.charged) == 1
 
 
@@ -183,9 +196,9 @@ def with_fewer_trained(account):
     return worker
 
 
-def with_attribute(account):
+def with_attribute(account, value: Any = 2.0):
     worker = guarded(account)
-    worker.module[1].scale = 2.0
+    worker.module[1].scale = value
     return worker
 
 
@@ -211,6 +224,8 @@ OTHER = {
     "parameters": moved,
     "trained": with_fewer_trained,
     "attribute": with_attribute,
+    "numpy": partial(with_attribute, value=np.float32(2)),
+    "set": partial(with_attribute, value={2}),
 }
 
 
@@ -241,7 +256,7 @@ def test_a_record_of_what_cannot_be_told_apart_is_refused():
 def test_noise_differs_between_steps_and_parameters_and_not_by_the_runs_seed():
     worker = guarded(Open(noise=100.0), size=1e-9)
     steps = torch.stack([gradient(worker, step) for step in range(8)])
-    assert len(set(steps.flatten().tolist())) == steps.numel()
+    assert len(set(steps.flatten().tolist())) > 0.97 * steps.numel()  # some meet on the grid
     torch.manual_seed(5)
     assert torch.equal(gradient(worker, 0), steps[0])
 
@@ -340,6 +355,56 @@ def test_a_module_that_keeps_what_it_computes_is_refused(way):
     worker.module.append(Keeping(way))
     with pytest.raises(ValueError, match="Sequential keeps what it computes of an example"):
         gradient(worker)
+    with pytest.raises(ValueError, match=r"a step of this model has failed.* restart the site"):
+        gradient(worker)
+
+
+class Lazy(nn.Module):
+    """It makes a table when it is called first, as rotary embeddings do, and draws from it."""
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.table = torch.arange(40_000.0)
+        return x + self.table[torch.arange(40_000) % 7].mean()
+
+
+def test_what_a_module_makes_once_is_no_part_of_a_record():
+    account = Open(noise=100.0)
+    workers = [guarded(account), guarded(account)]
+    for worker in workers:
+        worker.module.append(Lazy())
+    once = [gradient(worker) for worker in (workers[0], workers[0], workers[1])]
+    assert torch.equal(once[0], once[1])
+    assert torch.equal(once[0], once[2])
+    assert len(account.charged) == 1
+
+
+class Looking(nn.Module):
+    def forward(self, x):
+        assert torch.are_deterministic_algorithms_enabled()
+        return x
+
+
+def test_it_computes_by_deterministic_algorithms():
+    worker = guarded()
+    worker.module.append(Looking())
+    gradient(worker)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        if x.any():
+            raise IndexError(f"{x} has no place")
+        return x
+
+
+def test_a_record_that_fails_counts_as_none_and_the_site_is_told(caplog):
+    worker = guarded(Open(noise=0.0))
+    worker.module.insert(0, Failing())
+    assert not gradient(worker).any()
+    assert "an example counts as none" in caplog.text
+    assert "has no place" in caplog.text
 
 
 def test_dropout_of_a_record_does_not_depend_on_the_others():
