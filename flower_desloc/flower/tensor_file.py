@@ -1,6 +1,8 @@
 """Streams in a safetensors file, with a checksum for every tensor."""
 
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,9 @@ def write(path: Path, metadata: Mapping[str, Any], streams: Streams) -> None:
     try:
         save_file(tensors, path, {_METADATA: text, _CHECKSUMS: json.dumps(checksums)})
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        text = str(error)
+        code = int(found[1]) if (found := re.search(r"\(os error (\d+)\)", text)) else 0
+        raise OSError(code, os.strerror(code) if code else text) from error
 
 
 def _text_checksum(text: str) -> str:
