@@ -62,9 +62,11 @@ def clipped_sum(
             try:
                 grads = _gradients(loss(module, example), params)
                 norm = _norm(grads.values())
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
+                if "can't allocate memory" in str(error):  # PyTorch's, on a CPU
+                    raise
                 unfit = _unfit(module, error)
                 if not skip:
                     raise unfit from error

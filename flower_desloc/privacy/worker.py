@@ -4,8 +4,9 @@ import hmac
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -62,8 +63,9 @@ class PrivateLoss:
     is not private, is NaN.
 
     Coins and noise are functions of the account's secret and of all that the gradient depends on:
-    the parameters, the step, the drawn records. The same query so has the same answer, bit for bit,
-    and is charged once; any other query has independent noise and is charged. Sums on a GPU may
+    the parameters, the step, the drawn records; noise is one of the sum as well. The same query so
+    has the same answer, bit for bit, and is charged once; any other has independent noise and is
+    charged. Sums on a GPU may
     differ when they are repeated, so there every query is another.
     """
 
@@ -80,7 +82,7 @@ class PrivateLoss:
     def __call__(self, step: int) -> Tensor:
         """Charge the account for the step after ``step`` completed ones; return its loss.
 
-        Raises ``BudgetSpentError`` if the budget does not suffice, before anything is computed.
+        Raises ``BudgetSpentError`` if the budget does not suffice, before noise is drawn.
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
@@ -94,9 +96,9 @@ class PrivateLoss:
         query = self._query(step, cost, state)
         coins = uniform(self._key(query, "rows"), self.examples.number)
         drawn = np.flatnonzero(coins <= cost.sample_rate).tolist()
-        records = {number: self.examples.of([number]) for number in drawn}
-        answer = self._key(query, _digest(records))
-        self.account.charge(answer.hex(), cost)
+        with _exactly(_accelerators(self.module)):  # a record may be augmented
+            records = {n: self.examples.of([n]) for n in self._seeded(query, {n: n for n in drawn})}
+        of_records = _digest(records)
         _SPOILED.add(self.module)
         total = self._clipped(params, self._seeded(query, records), skip=probe.is_fit)
         if _state(self.module) != state or self._probe(params) != probe:
@@ -105,6 +107,9 @@ class PrivateLoss:
                 "example, on which the gradients of others would depend; no clipping bounds that"
             )
         _SPOILED.discard(self.module)
+        # Of the sum too: were another one added to the same noise, their difference would be bare.
+        answer = self._key(query, f"{of_records} {digest(total)}")
+        self.account.charge(answer.hex(), cost)
         deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
@@ -142,7 +147,7 @@ class PrivateLoss:
                 (record,) = self._seeded(b"", zeros)
                 loss = self.loss(self.module, record)
             grads = self._clipped(params, self._seeded(b"", zeros), skip=False)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             return _Probe(False, type(error).__name__)
@@ -319,8 +324,10 @@ def _zeroed(value: Any) -> Any:
     """Return a record of the same form, all of whose tensors are zero."""
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
-    if isinstance(value, Mapping):
-        return {key: _zeroed(each) for key, each in value.items()}
+    if isinstance(value, MutableMapping):
+        zeroed = copy(value)
+        zeroed.update({key: _zeroed(each) for key, each in value.items()})
+        return zeroed
     if isinstance(value, tuple | list):
         inside = [_zeroed(each) for each in value]
         is_named = hasattr(value, "_fields")

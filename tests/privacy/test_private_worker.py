@@ -399,6 +399,45 @@ class Failing(nn.Module):
         return x
 
 
+class Short(nn.Module):
+    """It fails for a record as long as something is short."""
+
+    is_short = True
+
+    def forward(self, x):
+        if Short.is_short and x.any() and x[0, 0] == X[3, 0]:
+            raise OSError
+        return x
+
+
+def test_another_sum_of_the_same_records_has_other_noise_and_is_charged(monkeypatch):
+    account = Open(noise=100.0)
+    worker = guarded(account)
+    worker.module.insert(0, Short())
+    short = gradient(worker)
+    monkeypatch.setattr(Short, "is_short", False)
+    assert torch.isclose(gradient(worker), short, rtol=1e-3).sum() <= 1
+    assert len(account.charged) == 2
+
+
+def test_augmentation_of_a_record_does_not_depend_on_the_others():
+    def grads(first):
+        drawn = {}
+
+        def of(rows):
+            if rows == [0] and first:
+                torch.rand(5)
+            drawn[rows[0]] = torch.rand(())
+            return X[rows] * drawn[rows[0]], Y[rows]
+
+        gradient(guarded(Open(noise=0.0), of=of))
+        return drawn
+
+    one, other = grads(first=True), grads(first=False)
+    assert one[0] != other[0]
+    assert all(one[number] == other[number] for number in range(1, 12))
+
+
 def test_a_record_that_fails_counts_as_none_and_the_site_is_told(caplog):
     worker = guarded(Open(noise=0.0))
     worker.module.insert(0, Failing())
