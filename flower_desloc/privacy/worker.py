@@ -1,6 +1,7 @@
 """A worker whose optimizer sees private gradients only."""
 
 import hmac
+import logging
 import os
 import random
 from collections import deque
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +32,7 @@ from flower_desloc.privacy.clipping import (
 )
 from flower_desloc.privacy.noise import uniform, with_noise
 
+_LOG = logging.getLogger("flwr")
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
 
@@ -150,7 +152,10 @@ class PrivateLoss:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
+            _warn(f"fails: {type(error).__name__}: {error}")
             return _Probe(False, type(error).__name__)
+        if not loss.isfinite().all():
+            _warn(f"has the loss {float(loss)}")
         return _Probe(True, "" if _accelerators(self.module) else digest({**grads, "": loss}))
 
     def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
@@ -182,7 +187,7 @@ class PrivateLoss:
                 sorted(trained(self.module, self.optimizer)),
             ),
             *(self.examples.number, torch.__version__, torch.get_num_threads(), devices),
-            *(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
+            *(torch.get_default_dtype(), _precision()),
             *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
             torch.backends.mkldnn.enabled,
             os.urandom(32) if _accelerators(self.module) else b"",
@@ -358,6 +363,23 @@ def _exactly(accelerators: Sequence[torch.device]) -> Iterator[None]:
             torch.use_deterministic_algorithms(was_exact, warn_only=warned)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+@cache
+def _warn(what: str) -> None:
+    """Say once what a probe cannot show."""
+    _LOG.warning(
+        "differential privacy: a record of zeros %s, so it cannot be looked at whether the model "
+        "keeps what it computes of a record; use one that does not",
+        what,
+    )
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by PyTorch's newer settings, of which this is one
+        return str(torch.backends.fp32_precision)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -397,6 +398,41 @@ class Failing(nn.Module):
         if x.any():
             raise IndexError(f"{x} has no place")
         return x
+
+
+class Standardised(nn.Module):
+    def forward(self, x):
+        return (x - x.mean()) / x.std()
+
+
+class Careful(nn.Module):
+    def forward(self, x):
+        if not x.any():
+            raise LookupError("a record of nothing")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Standardised(), "a record of zeros has the loss nan, so it cannot be looked at"),
+        (Careful(), "a record of zeros fails: LookupError: a record of nothing, so it cannot"),
+    ],
+)
+def test_a_site_is_told_where_a_probe_shows_nothing(module, says, caplog):
+    worker = guarded()
+    worker.module.insert(0, module)
+    gradient(worker)
+    assert re.search(says, caplog.text)
+
+
+def test_newer_settings_of_precision_are_a_part_of_the_query(monkeypatch):
+    def mixed():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    gradient(guarded())
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    gradient(guarded())
 
 
 class Short(nn.Module):
