@@ -515,7 +515,7 @@ def test_calls_that_a_site_holds_open_end(ended_by):
             if ended_by != "close":
                 wait_until(lambda: num_threads(process) <= before + 4)
             process.stdin.close()
-            assert process.wait(5) == 0
+            assert process.wait(20) == 0
         finally:
             process.kill()
             site.close()
@@ -526,7 +526,7 @@ def num_threads(process: subprocess.Popen[str]) -> int:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a busy machine
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
