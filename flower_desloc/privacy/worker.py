@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -25,11 +26,7 @@ from flower_desloc.core.streams import digest, trained
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
-from flower_desloc.privacy.clipping import (
-    Loss,
-    clipped_sum,
-    require_independent,
-)
+from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent
 from flower_desloc.privacy.noise import uniform, with_noise
 
 _LOG = logging.getLogger("flwr")
@@ -67,8 +64,7 @@ class PrivateLoss:
     Coins and noise are functions of the account's secret and of all that the gradient depends on:
     the parameters, the step, the drawn records; noise is one of the sum as well. The same query so
     has the same answer, bit for bit, and is charged once; any other has independent noise and is
-    charged. Sums on a GPU may
-    differ when they are repeated, so there every query is another.
+    charged. Sums on a GPU may differ when they are repeated, so there every query is another.
     """
 
     module: nn.Module
@@ -234,18 +230,15 @@ def _state(module: nn.Module) -> str:
 
     Raises ``SiteRefusedError`` for a tensor that cannot be compared.
     """
-    tensors: dict[str, Tensor] = {}
-    others = []
-    try:
+
+    def held() -> Iterator[tuple[str, Any]]:
         for name, part in module.named_modules():
-            own = {key: held for key, held in vars(part).items() if not _is_torchs(key)}
-            for key, value in _inside(repr(name), own, set()):
-                if isinstance(value, Tensor):
-                    tensors[key] = value
-                else:
-                    others.append((key, value))
-        return f"{others} {digest(tensors)}"
-    except (RuntimeError, NotImplementedError) as error:
+            own = {key: value for key, value in vars(part).items() if not _is_torchs(key)}
+            yield from _inside(repr(name), own, set())
+
+    try:
+        return _digest_of(held())
+    except RuntimeError as error:  # PyTorch's, for a layout or device that has no bytes to read
         raise SiteRefusedError(
             f"differential privacy: {type(module).__name__} has a tensor that cannot be compared, "
             "such as a sparse one"
@@ -288,14 +281,18 @@ def _held(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _digest(records: Mapping[int, Any]) -> str:
+    return _digest_of(chain.from_iterable(_leaves(str(n), each) for n, each in records.items()))
+
+
+def _digest_of(named: Iterable[tuple[str, Any]]) -> str:
+    """Return a text that differs for other tensors, numbers or texts, or other names of them."""
     tensors: dict[str, Tensor] = {}
     others = []
-    for number, record in records.items():
-        for name, value in _leaves(str(number), record):
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            else:
-                others.append((name, value))
+    for name, value in named:
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            others.append((name, value))
     return f"{others} {digest(tensors)}"
 
 
