@@ -86,20 +86,23 @@ class Account:
             begun = self._ledger.noise_multiplier(self._run)  # by another process meanwhile
         return begun or self._noise.setdefault(sample_rate, found)
 
-    def charge(self, query: str, step: Step) -> None:
-        """Enter a query into the ledger, unless it is there: its answer is then the same.
+    def charge(self, query: str, answer: str, step: Step) -> bool:
+        """Enter a query and its answer into the ledger, unless it is there.
 
-        Raises ``BudgetSpentError`` if what is left does not suffice.
+        Returns False if it is there with another answer, which then must not be given. Raises
+        ``BudgetSpentError`` if what is left does not suffice.
         """
         with self._ledger.locked():
-            if self._ledger.has(query):
-                return
+            given = self._ledger.answer(query)
+        if given is not None:
+            return given == answer
         self._require_left(step)  # the accountant may take long, and remembers what it found
         with self._ledger.locked():
-            if self._ledger.has(query):
-                return
-            self._require_left(step)
-            self._ledger.append(self._run, query, step)
+            given = self._ledger.answer(query)
+            if given is None:
+                self._require_left(step)
+                self._ledger.append(self._run, query, answer, step)
+        return given in (None, answer)
 
     def _require_left(self, step: Step) -> None:
         """Raise ``SiteRefusedError`` if what is left does not suffice for a step."""

@@ -47,8 +47,8 @@ def clipped_sum(
         params: The module's parameters to differentiate, by name; tied ones once.
         examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
-        skip: Whether an example that fails counts as zero, with a line in the log: an error would
-            tell that it is there.
+        skip: Whether examples that fail count as zero, with one line in the log: an error would
+            tell that they are there.
 
     Raises ``ValueError`` naming the module through which they cannot be computed, for one that
     adds to gradients itself, and for a bound below ``LEAST_NORM``.
@@ -57,6 +57,7 @@ def clipped_sum(
     if max_grad_norm < LEAST_NORM:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
     total = zeros(params)
+    failed: list[Exception] = []
     with _own_gradients(module):
         for example in examples:
             try:
@@ -67,14 +68,16 @@ def clipped_sum(
             except Exception as error:
                 if "can't allocate memory" in str(error):  # PyTorch's, on a CPU
                     raise
-                unfit = _unfit(module, error)
                 if not skip:
-                    raise unfit from error
-                _LOG.error("an example counts as none: %s", unfit, exc_info=error)
+                    raise _unfit(module, error) from error
+                failed.append(error)
                 continue
             if math.isfinite(norm):
                 for key, grad in grads.items():
                     total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
+    if failed:
+        why = _unfit(module, failed[0])
+        _LOG.error("%d examples count as none; the first: %s", len(failed), why, exc_info=failed[0])
     return total
 
 

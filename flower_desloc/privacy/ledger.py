@@ -28,7 +28,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._end = 0
-        self._answered: set[str] = set()
+        self._answers: dict[str, str] = {}
         self._steps: Counter[tuple[str, Step]] = Counter()
         self._noise: dict[str, float] = {}
         self.read()
@@ -65,7 +65,7 @@ class Lines:
     def _count(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            run, query = str(entry["run"]), str(entry["query"])
+            run, query, answer = (str(entry[key]) for key in ("run", "query", "answer"))
             step = Step(float(entry["noise_multiplier"]), float(entry["sample_rate"]))
         except (ValueError, KeyError, TypeError) as error:
             raise SiteRefusedError(
@@ -73,7 +73,7 @@ class Lines:
                 "is not known; restore it from a copy",
                 f"{self._path}: {line[:80]!r}",
             ) from error
-        self._answered.add(query)
+        self._answers[query] = answer
         self._steps[run, step] += 1
         self._noise[run] = step.noise_multiplier
 
@@ -98,17 +98,18 @@ class Ledger(Lines):
             self.read()
             yield
 
-    def has(self, query: str) -> bool:
-        """Return whether the query was answered, so that its answer is known already."""
-        return query in self._answered
+    def answer(self, query: str) -> str | None:
+        """Return the digest of the answer that the query got; None if it got none."""
+        return self._answers.get(query)
 
     def noise_multiplier(self, run: str) -> float | None:
         """Return the noise of the run's last step; None before the first."""
         return self._noise.get(run)
 
-    def append(self, run: str, query: str, step: Step) -> None:
+    def append(self, run: str, query: str, answer: str, step: Step) -> None:
         """Write that a query is answered; only while ``locked``. Returns once it is on disk."""
-        line = json.dumps({"run": run, "query": query, **vars(step)}).encode() + b"\n"
+        entry = {"run": run, "query": query, "answer": answer, **vars(step)}
+        line = json.dumps(entry).encode() + b"\n"
         is_new = not self._path.exists()
         with self._path.open("ab") as file:
             file.truncate(self._end)  # what a killed process has begun to write

@@ -3,16 +3,10 @@
 import hmac
 import logging
 import os
-import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
-from functools import cache, cached_property
-from itertools import chain
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -24,10 +18,13 @@ from torch.optim import Optimizer
 from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.streams import digest, trained
 from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.privacy import digests
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
 from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent
 from flower_desloc.privacy.noise import uniform, with_noise
+from flower_desloc.privacy.repeatable import accelerators, repeatable, seed_all, settings
+from flower_desloc.privacy.stand_ins import stand_ins
 
 _LOG = logging.getLogger("flwr")
 _NOISE_STD = "noise_std"
@@ -47,6 +44,10 @@ class Examples:
     batch_size: int
     """Records in a batch on average: each is in it with probability ``batch_size / number``."""
 
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise SiteRefusedError("differential privacy: this site has no training examples")
+
     @property
     def sample_rate(self) -> float:
         """The probability of a record to be in a batch."""
@@ -61,10 +62,11 @@ class PrivateLoss:
     batch plus Gaussian noise, divided by the average size of a batch. The value of the loss, which
     is not private, is NaN.
 
-    Coins and noise are functions of the account's secret and of all that the gradient depends on:
-    the parameters, the step, the drawn records; noise is one of the sum as well. The same query so
-    has the same answer, bit for bit, and is charged once; any other has independent noise and is
-    charged. Sums on a GPU may differ when they are repeated, so there every query is another.
+    Coins are functions of the account's secret and of all that the gradient depends on but for the
+    records: the parameters, the step. Noise is one of the drawn records and their sum as well. So a
+    query that is repeated has the same answer, bit for bit, and is charged once. Where its sum has
+    changed, since a record failed then or now, coins and noise are drawn anew and charged. Sums on
+    a GPU may differ when they are repeated, so there every query is another.
     """
 
     module: nn.Module
@@ -87,106 +89,150 @@ class PrivateLoss:
         if self.module in _SPOILED:
             raise SiteRefusedError(
                 "differential privacy: in this process a step of this model has failed, which may "
-                "have left something of an example in it; restart the site's SuperNode"
+                "have left something of an example in it; restart the site's SuperNode, or the run"
             )
-        probe = self._probe(params)  # the first also makes what a module makes once
-        state = _state(self.module)
-        query = self._query(step, cost, state)
+        stand_in, probed = self._first_probe(params)  # it also makes what a module makes once
+        state = digests.of_module(self.module)
+        asked = self._asked(step, cost, state)
+        for attempt in count():
+            query = self._key(asked, f"attempt {attempt}")
+            of_records, total = self._summed(params, query, cost)
+            if digests.of_module(self.module) != state or self._probe(params, stand_in) != probed:
+                raise self._changing()
+            _SPOILED.discard(self.module)
+            # Of the sum too: were another one added to the same noise, their difference would be
+            # bare. And with the same draws another sum would cost more than a step.
+            answer = self._key(query, f"{of_records} {digest(total)}")
+            if self.account.charge(query.hex(), answer.hex(), cost):
+                break
+        return self._noised(params, total, answer, cost)
+
+    def _summed(
+        self, params: Mapping[str, Tensor], query: bytes, cost: Step
+    ) -> tuple[str, dict[str, Tensor]]:
+        """Return a digest of the drawn records, and the sum of their clipped gradients."""
         coins = uniform(self._key(query, "rows"), self.examples.number)
         drawn = np.flatnonzero(coins <= cost.sample_rate).tolist()
-        with _exactly(_accelerators(self.module)):  # a record may be augmented
-            records = {n: self.examples.of([n]) for n in self._seeded(query, {n: n for n in drawn})}
-        of_records = _digest(records)
+        with repeatable(self._accelerators):  # a record may be augmented
+            records = self._read(query, drawn)
+        found = digests.of_records(records)
         _SPOILED.add(self.module)
-        total = self._clipped(params, self._seeded(query, records), skip=probe.is_fit)
-        if _state(self.module) != state or self._probe(params) != probe:
-            raise SiteRefusedError(
-                f"differential privacy: {type(self.module).__name__} keeps what it computes of an "
-                "example, on which the gradients of others would depend; no clipping bounds that"
-            )
-        _SPOILED.discard(self.module)
-        # Of the sum too: were another one added to the same noise, their difference would be bare.
-        answer = self._key(query, f"{of_records} {digest(total)}")
-        self.account.charge(answer.hex(), cost)
+        return found, self._clipped(params, self._seeded(query, records))
+
+    def _noised(
+        self, params: Mapping[str, Tensor], total: dict[str, Tensor], key: bytes, cost: Step
+    ) -> Tensor:
         deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
                 group[_NOISE_STD] = deviation / self.examples.batch_size
         grads: list[Tensor] = []
-        for key, param in params.items():
-            summed = total.pop(key)  # of float64 until the noise is in it
+        for name, param in params.items():
+            summed = total.pop(name)  # of float64 until the noise is in it
             if cost.noise_multiplier:
-                summed = with_noise(summed, self._key(answer, key), deviation)
+                summed = with_noise(summed, self._key(key, name), deviation)
             grads.append(summed.div_(self.examples.batch_size).to(param.dtype))
         loss: Tensor = _Gradients.apply(grads, *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
 
     @cached_property
-    def _zeros(self) -> Any:
-        return _zeroed(self.examples.of([0]))
+    def _accelerators(self) -> list[torch.device]:
+        return accelerators(self.module)
+
+    @cached_property
+    def _first(self) -> Any:
+        first = self.examples.of([0])  # for its form
+        digests.of_records({0: first})  # raises if it is of other things
+        return first
+
+    def _read(self, query: bytes, drawn: Sequence[int]) -> dict[int, Any]:
+        """Return the drawn records, without those that cannot be read."""
+        records: dict[int, Any] = {}
+        failed: list[Exception] = []
+        for number in self._seeded(query, {n: n for n in drawn}):
+            try:
+                records[number] = self.examples.of([number])
+            except MemoryError:
+                raise
+            except Exception as error:  # it would tell that the record is there
+                failed.append(error)
+        if failed:
+            _LOG.error(
+                "%d examples cannot be read and count as none", len(failed), exc_info=failed[0]
+            )
+        return records
 
     def _clipped(
-        self, params: Mapping[str, Tensor], records: Iterable[Any], *, skip: bool
+        self, params: Mapping[str, Tensor], records: Iterable[Any], *, skip: bool = True
     ) -> dict[str, Tensor]:
         bound = self.max_grad_norm
-        with _exactly(_accelerators(self.module)):
+        with repeatable(self._accelerators):
             return clipped_sum(
                 self.loss, self.module, params, records, max_grad_norm=bound, skip=skip
             )
 
-    def _probe(self, params: Mapping[str, Tensor]) -> "_Probe":
-        """Return what comes of a record of zeros, which must not depend on the drawn ones.
+    def _first_probe(self, params: Mapping[str, Tensor]) -> tuple[Any, str]:
+        """Return a made-up record whose loss is finite, and what comes of it.
 
-        Only whether it is fit on an accelerator, where sums differ when they are repeated.
+        Raises ``SiteRefusedError`` if there is none.
         """
-        zeros = {-1: self._zeros}
-        try:
-            with _exactly(_accelerators(self.module)), torch.no_grad():
-                (record,) = self._seeded(b"", zeros)
-                loss = self.loss(self.module, record)
-            grads = self._clipped(params, self._seeded(b"", zeros), skip=False)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            _warn(f"fails: {type(error).__name__}: {error}")
-            return _Probe(False, type(error).__name__)
+        whys = []
+        for stand_in in stand_ins(self._first):
+            try:
+                return stand_in, self._probe(params, stand_in)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                whys.append(f"{type(error).__name__}: {error}")
+        raise SiteRefusedError(
+            "differential privacy: of two made-up records, whose whole numbers are zero and one, "
+            "none has a finite loss, so it cannot be looked at whether the model keeps anything of "
+            "a record; let the task's loss be finite for one of them, or the run has diverged",
+            "; ".join(whys),
+        )
+
+    def _probe(self, params: Mapping[str, Tensor], stand_in: Any) -> str:
+        """Return a digest of what comes of a made-up record, which depends on no other.
+
+        Nothing on an accelerator, where sums differ when they are repeated. Raises
+        ``ArithmeticError`` for a loss that is not finite.
+        """
+        made_up = {-1: stand_in}
+        with repeatable(self._accelerators), torch.no_grad():
+            (record,) = self._seeded(b"", made_up)
+            loss = self.loss(self.module, record)
         if not loss.isfinite().all():
-            _warn(f"has the loss {float(loss)}")
-        return _Probe(True, "" if _accelerators(self.module) else digest({**grads, "": loss}))
+            raise ArithmeticError(f"the loss is {float(loss)}")
+        grads = self._clipped(params, self._seeded(b"", made_up), skip=False)
+        return "" if self._accelerators else digest({**grads, "": loss})
+
+    def _changing(self) -> SiteRefusedError:
+        """Return the error for a module whose loss depends on those before."""
+        return SiteRefusedError(
+            f"differential privacy: {type(self.module).__name__} changes while it computes a loss: "
+            "it keeps something of an example, or counts, or draws from a generator of its own. "
+            "The gradients of others would depend on that, and no clipping bounds it"
+        )
 
     def _seeded(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
         """Yield the records, each with random numbers that do not depend on the others."""
-        # Without an accelerator torch.manual_seed keeps its caller's stack, each time.
-        accelerated = bool(_accelerators(self.module))
-        seed = torch.manual_seed if accelerated else torch.default_generator.manual_seed
         for number, record in records.items():
-            drawn = self._key(query, f"random {number}")
-            seed(int.from_bytes(drawn[:7]))
-            random.seed(drawn)
-            np.random.seed(int.from_bytes(drawn[:4]))
+            seed_all(self._key(query, f"random {number}"), self._accelerators)
             yield record
 
     def _cost(self) -> Step:
         rate = self.examples.sample_rate
         return Step(self.account.noise_multiplier(rate), rate)
 
-    def _query(self, step: int, cost: Step, state: str) -> bytes:
+    def _asked(self, step: int, cost: Step, state: str) -> bytes:
         """Return a digest of what the gradient depends on, but for the records."""
-        devices = sorted({str(p.device) for p in self.module.parameters()})
         about = (
-            *(
-                step,
-                cost,
-                self.max_grad_norm,
-                self.examples.batch_size,
-                # With the same noise the gradients by fewer parameters would differ by clipping.
-                sorted(trained(self.module, self.optimizer)),
-            ),
-            *(self.examples.number, torch.__version__, torch.get_num_threads(), devices),
-            *(torch.get_default_dtype(), _precision()),
-            *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-            torch.backends.mkldnn.enabled,
-            os.urandom(32) if _accelerators(self.module) else b"",
+            *(step, cost, self.max_grad_norm, self.examples.batch_size, self.examples.number),
+            # With the same noise the gradients by fewer parameters would differ by clipping.
+            sorted(trained(self.module, self.optimizer)),
+            sorted({str(p.device) for p in self.module.parameters()}),
+            settings(),
+            os.urandom(32) if self._accelerators else b"",
         )
         return self._key(self.context.encode(), f"{about} {state}")
 
@@ -223,167 +269,6 @@ def _check_clipping(worker: Worker) -> None:
             "clipping the private gradient would scale it: set optimizer.clip_norm=null and "
             "optimizer.clip_value=null; privacy.max_grad_norm clips each example's gradient"
         )
-
-
-def _state(module: nn.Module) -> str:
-    """Return a digest of what a loss depends on: tensors, and numbers and texts in attributes.
-
-    Raises ``SiteRefusedError`` for a tensor that cannot be compared.
-    """
-
-    def held() -> Iterator[tuple[str, Any]]:
-        for name, part in module.named_modules():
-            own = {key: value for key, value in vars(part).items() if not _is_torchs(key)}
-            yield from _inside(repr(name), own, set())
-
-    try:
-        return _digest_of(held())
-    except RuntimeError as error:  # PyTorch's, for a layout or device that has no bytes to read
-        raise SiteRefusedError(
-            f"differential privacy: {type(module).__name__} has a tensor that cannot be compared, "
-            "such as a sparse one"
-        ) from error
-
-
-def _is_torchs(key: str) -> bool:
-    return key == "_modules" or key.endswith(
-        ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-    )
-
-
-def _inside(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, numbers and texts that ``value`` holds, by name; of other things, none."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, np.ndarray | np.generic):
-        yield name, (str(value.dtype), value.shape, value.tobytes())
-    elif isinstance(value, (*_PLAIN, Enum, torch.dtype, torch.device)):
-        yield name, value
-    elif isinstance(value, set | frozenset):
-        yield name, sorted(map(repr, value))
-    elif id(value) not in seen:
-        seen.add(id(value))
-        held = _held(value)
-        if held is not None:
-            yield name, (type(value).__qualname__, len(held))
-            for key, each in held.items():
-                yield from _inside(f"{name}.{key!r}", each, seen)
-
-
-def _held(value: Any) -> Mapping[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
-        return vars(value) if hasattr(value, "__dict__") else {}
-    return None
-
-
-def _digest(records: Mapping[int, Any]) -> str:
-    return _digest_of(chain.from_iterable(_leaves(str(n), each) for n, each in records.items()))
-
-
-def _digest_of(named: Iterable[tuple[str, Any]]) -> str:
-    """Return a text that differs for other tensors, numbers or texts, or other names of them."""
-    tensors: dict[str, Tensor] = {}
-    others = []
-    for name, value in named:
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            others.append((name, value))
-    return f"{others} {digest(tensors)}"
-
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a record consists of, by name: tensors, numbers, texts, and what holds them."""
-    is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
-    if type(value) in _PLAIN or (is_tensor and not value.is_quantized):
-        yield name, value
-        return
-    inside: Mapping[Any, Any]
-    if isinstance(value, Mapping):
-        inside = value
-    elif isinstance(value, tuple | list):
-        inside = dict(enumerate(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = {field.name: getattr(value, field.name) for field in fields(value)}
-    else:
-        raise SiteRefusedError(
-            "differential privacy needs examples of tensors, numbers and texts, or lists, tuples, "
-            f"dictionaries and dataclasses of them; got a {type(value).__name__}"
-        )
-    yield name, (type(value).__qualname__, [repr(key) for key in inside])
-    for key, each in inside.items():
-        yield from _leaves(f"{name}.{key!r}", each)
-
-
-def _zeroed(value: Any) -> Any:
-    """Return a record of the same form, all of whose tensors are zero."""
-    if isinstance(value, Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, MutableMapping):
-        zeroed = copy(value)
-        zeroed.update({key: _zeroed(each) for key, each in value.items()})
-        return zeroed
-    if isinstance(value, tuple | list):
-        inside = [_zeroed(each) for each in value]
-        is_named = hasattr(value, "_fields")
-        return type(value)(*inside) if is_named else type(value)(inside)
-    if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        return replace(value, **{name: _zeroed(each) for name, each in held.items()})
-    return value
-
-
-def _accelerators(module: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in module.parameters() if p.device.type != "cpu"}, key=str)
-
-
-@contextmanager
-def _exactly(accelerators: Sequence[torch.device]) -> Iterator[None]:
-    """Compute the same bits each time on a CPU, and give random generators back their states."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    was_exact = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    kind = accelerators[0].type if accelerators else "cuda"
-    with torch.random.fork_rng(devices=accelerators, device_type=kind):
-        try:
-            if not accelerators:
-                torch.use_deterministic_algorithms(True)
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was_exact, warn_only=warned)
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-
-
-@cache
-def _warn(what: str) -> None:
-    """Say once what a probe cannot show."""
-    _LOG.warning(
-        "differential privacy: a record of zeros %s, so it cannot be looked at whether the model "
-        "keeps what it computes of a record; use one that does not",
-        what,
-    )
-
-
-def _precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by PyTorch's newer settings, of which this is one
-        return str(torch.backends.fp32_precision)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class _Probe:
-    is_fit: bool
-    """Whether its gradient could be computed."""
-    found: str
 
 
 _SPOILED: "WeakSet[nn.Module]" = WeakSet()

@@ -82,7 +82,7 @@ def test_a_query_is_charged_once_over_processes(tmp_path):
     for _ in range(3):
         mine = account(tmp_path, of_run=0.5)
         for query in ("a", "b"):
-            mine.charge(query, STEP)
+            mine.charge(query, "", STEP)
     assert Ledger(tmp_path, "site").steps() == {STEP: 2}
 
 
@@ -90,15 +90,15 @@ def test_a_query_is_charged_once_over_processes(tmp_path):
 def test_a_spent_budget_refuses_further_queries_and_answers_known_ones(tmp_path):
     mine = account(tmp_path, of_run=0.5)
     for query in range(10):
-        mine.charge(str(query), STEP)
+        mine.charge(str(query), "", STEP)
     with pytest.raises(BudgetSpentError, match=r"in this run, epsilon=0.5 .* is spent") as told:
-        mine.charge("10", STEP)
+        mine.charge("10", "", STEP)
     assert told.value.__notes__ == ["10 steps took epsilon=0.5"]
-    mine.charge("3", STEP)
+    mine.charge("3", "", STEP)
     again = account(tmp_path, of_run=0.5)
     with pytest.raises(BudgetSpentError, match="is raised"):
-        again.charge("10", STEP)
-    account(tmp_path, run="other", of_run=0.5).charge("10", STEP)
+        again.charge("10", "", STEP)
+    account(tmp_path, run="other", of_run=0.5).charge("10", "", STEP)
 
 
 @pytest.mark.usefixtures("linear")
@@ -106,19 +106,19 @@ def test_the_budget_of_a_site_is_for_all_its_runs(tmp_path):
     first = account(tmp_path, of_site=0.5, steps=4)
     step = Step(first.noise_multiplier(0.05), 0.05)
     for query in range(4):
-        first.charge(str(query), step)
+        first.charge(str(query), "", step)
     second = account(tmp_path, run="second", of_run=9.0, of_site=0.5)
     with pytest.raises(BudgetSpentError, match=r"of this site, epsilon=0.5 .* in its node config"):
         second.noise_multiplier(0.05)
     with pytest.raises(BudgetSpentError):
-        second.charge("x", step)
+        second.charge("x", "", step)
 
 
 @pytest.mark.usefixtures("linear")
 def test_the_noise_of_a_run_stays_when_others_spend_meanwhile(tmp_path):
     noise = account(tmp_path, of_site=1.0).noise_multiplier(0.05)
-    account(tmp_path, of_site=1.0).charge("a", Step(noise, 0.05))
-    account(tmp_path, run="other", of_site=1.0).charge("b", Step(9.0, 0.05))
+    account(tmp_path, of_site=1.0).charge("a", "", Step(noise, 0.05))
+    account(tmp_path, run="other", of_site=1.0).charge("b", "", Step(9.0, 0.05))
     assert account(tmp_path, of_site=1.0).noise_multiplier(0.05) == noise
 
 
@@ -150,7 +150,7 @@ def test_other_runs_go_on_while_the_cost_of_a_step_is_found(tmp_path, monkeypatc
         return cost(steps, delta)
 
     monkeypatch.setattr(accounting, "_epsilon", costs)
-    mine.charge("a", STEP)
+    mine.charge("a", "", STEP)
     assert known
 
 
@@ -161,7 +161,7 @@ def test_the_noise_is_that_of_a_process_which_has_begun_the_run_meanwhile(tmp_pa
     def begun_meanwhile(budget, steps):
         if not other.runs():
             with other.locked():
-                other.append("run", "a", Step(7.0, 0.05))
+                other.append("run", "a", "", Step(7.0, 0.05))
         return allows(budget, steps)
 
     monkeypatch.setattr(Budget, "allows", begun_meanwhile)
@@ -173,7 +173,7 @@ def test_more_steps_than_the_accountant_can_do_are_refused(tmp_path):
     with pytest.raises(SiteRefusedError, match=r"at most 100000 steps .* run.steps=100001 is too"):
         account(tmp_path, steps=MOST_STEPS + 1, of_run=1e9).noise_multiplier(0.05)
     assert account(tmp_path, steps=MOST_STEPS, of_site=1e9).noise_multiplier(0.05)
-    account(tmp_path, run="other", steps=1, of_run=1e9).charge("a", STEP)
+    account(tmp_path, run="other", steps=1, of_run=1e9).charge("a", "", STEP)
     with pytest.raises(SiteRefusedError, match="of all runs together") as told:
         account(tmp_path, steps=MOST_STEPS, of_site=1e9).noise_multiplier(0.05)
     assert told.value.__notes__ == ["they would be 100001"]
@@ -185,34 +185,34 @@ def test_no_step_is_charged_beyond_these(tmp_path, monkeypatch):
     monkeypatch.setattr("flower_desloc.privacy.account.MOST_STEPS", 3)
     mine = account(tmp_path, of_site=1e9)
     for query in range(3):
-        mine.charge(str(query), STEP)
+        mine.charge(str(query), "", STEP)
     with pytest.raises(SiteRefusedError, match="at most 3 steps"):
-        mine.charge("more", STEP)
+        mine.charge("more", "", STEP)
 
 
 @pytest.mark.usefixtures("linear")
 def test_two_processes_see_each_others_lines(tmp_path):
     one, other = (account(tmp_path, of_site=0.5) for _ in range(2))
     for query in range(5):
-        one.charge(f"one {query}", STEP)
-        other.charge(f"other {query}", STEP)
+        one.charge(f"one {query}", "", STEP)
+        other.charge(f"other {query}", "", STEP)
     for each in (one, other):
         with pytest.raises(BudgetSpentError):
-            each.charge("more", STEP)
+            each.charge("more", "", STEP)
 
 
 @pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("torn", [b"", b'{"run": "run", "que', b'{"run": "run", "query": "c"}'])
 def test_a_line_is_whole_or_absent_after_a_kill(tmp_path, torn):
     mine = account(tmp_path, of_run=0.5)
-    mine.charge("a", STEP)
-    mine.charge("b", STEP)
+    mine.charge("a", "", STEP)
+    mine.charge("b", "", STEP)
     path = tmp_path / "site.jsonl"
     with path.open("ab") as file:
         file.write(torn)
     again = account(tmp_path, of_run=0.5)
-    again.charge("b", STEP)
-    again.charge("c", STEP)
+    again.charge("b", "", STEP)
+    again.charge("c", "", STEP)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["query"] for line in lines] == ["a", "b", "c"]
     assert Ledger(tmp_path, "site").steps() == {STEP: 3}
@@ -229,10 +229,10 @@ def test_a_ledger_damaged_elsewhere_is_refused(tmp_path):
 @pytest.mark.usefixtures("linear")
 def test_a_ledger_that_is_deleted_meanwhile_is_refused(tmp_path):
     mine = account(tmp_path, of_run=0.5)
-    mine.charge("a", STEP)
+    mine.charge("a", "", STEP)
     (tmp_path / "site.jsonl").unlink()
     with pytest.raises(ValueError, match="has lost lines"):
-        mine.charge("b", STEP)
+        mine.charge("b", "", STEP)
 
 
 def test_the_secret_is_the_sites_own_and_stays(tmp_path):
@@ -275,7 +275,7 @@ def test_what_is_no_budget_is_refused(epsilon, delta):
 
 def test_a_site_can_print_what_it_has_spent(tmp_path, capsys):
     mine = account(tmp_path, of_run=9.0)
-    mine.charge("a", STEP)
+    mine.charge("a", "", STEP)
     command.main(str(tmp_path / "site.jsonl"), "1e-5")
     used = f"epsilon={epsilon({STEP: 1}, 1e-5):.4g} delta=1e-5 after 1 steps"
     assert capsys.readouterr().out.splitlines() == [f"run: {used}", f"all runs: {used}"]

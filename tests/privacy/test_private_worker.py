@@ -2,11 +2,10 @@
 
 import math
 import random
-import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -36,13 +35,15 @@ class Open:
     noise: float = 1.0
     secret: bytes = bytes(32)
     charged: list[tuple[str, Step]] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
 
     def noise_multiplier(self, sample_rate):
         return self.noise
 
-    def charge(self, query, step):
-        if query not in dict(self.charged):
+    def charge(self, query, answer, step):
+        if query not in self.answers:
             self.charged.append((query, step))
+        return self.answers.setdefault(query, answer) == answer
 
 
 def loss(module, batch):
@@ -101,7 +102,7 @@ def test_without_noise_and_bound_it_trains_as_a_worker_without_privacy():
 def test_without_noise_and_bound_the_gradient_of_one_record_is_that_without_privacy():
     """Bit for bit; that of several is summed in another order."""
     worker = guarded(Open(noise=0.0), max_grad_norm=math.inf, size=1)
-    assert worker.loss_at._zeros
+    assert worker.loss_at._first
     sizes = {}
     for step in range(60):
         drawn: list[int] = []
@@ -145,7 +146,7 @@ def test_each_record_is_drawn_by_a_coin_of_its_own():
 
     worker = guarded(of=of, size=3)
     drawn.append([])
-    assert worker.loss_at._zeros  # reads a record, for its form
+    assert worker.loss_at._first  # reads a record, for its form
     drawn.clear()
     for step in range(60):
         drawn.append([])
@@ -238,6 +239,11 @@ def test_any_other_query_has_other_noise_and_is_charged(other):
     assert len(account.charged) == 2
 
 
+def test_a_site_without_examples_is_refused():
+    with pytest.raises(ValueError, match="this site has no training examples"):
+        Examples(number=0, of=lambda rows: X[rows], batch_size=4)
+
+
 def test_numbers_of_a_record_are_a_part_of_the_query():
     account = Open(noise=100.0)
     once, same, other = (gradient(weighted(account, weight)) for weight in (1.0, 1.0, 2.0))
@@ -299,13 +305,22 @@ class Keeping(nn.Module):
     def __init__(self, way):
         super().__init__()
         self.way, self.list, self.calls, self.scale = way, [torch.zeros(1)], 0, 1.0
-        self.other = SimpleNamespace()
+        self.other, self.drawn = SimpleNamespace(), torch.Generator()
+        self.of_numpy = np.random.default_rng(0)
+        self.hidden = [nn.Module()]
+        self.hidden[0].register_buffer("last", torch.zeros(1))
         self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
         self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, x):
         return x * self.scale + getattr(self, self.way)(x.detach().mean(0))
+
+    def by_its_own_generator(self, mean):
+        return torch.rand(1, generator=self.drawn)
+
+    def by_numpys_generator(self, mean):
+        return float(self.of_numpy.random())
 
     def in_place(self, mean):
         return self.mean.mul_(0.9).add_(mean)
@@ -342,6 +357,10 @@ class Keeping(nn.Module):
         SEEN.append(float(mean))
         return SEEN[-2] if len(SEEN) > 1 else 0.0
 
+    def in_a_module_of_a_list(self, mean):
+        last, self.hidden[0].last = self.hidden[0].last, mean
+        return last
+
     def in_an_object(self, mean):
         last, self.other.mean = getattr(self.other, "mean", 0.0), mean
         return last
@@ -354,7 +373,7 @@ WAYS = [way for way in vars(Keeping) if way.split("_")[0] in ("in", "through", "
 def test_a_module_that_keeps_what_it_computes_is_refused(way):
     worker = guarded()
     worker.module.append(Keeping(way))
-    with pytest.raises(ValueError, match="Sequential keeps what it computes of an example"):
+    with pytest.raises(ValueError, match="Sequential changes while it computes a loss: it keeps"):
         gradient(worker)
     with pytest.raises(ValueError, match=r"a step of this model has failed.* restart the site"):
         gradient(worker)
@@ -395,35 +414,53 @@ def test_it_computes_by_deterministic_algorithms():
 
 class Failing(nn.Module):
     def forward(self, x):
-        if x.any():
+        if (x < 0).any():
             raise IndexError(f"{x} has no place")
         return x
 
 
-class Standardised(nn.Module):
+def masked(module, batch):
+    x, mask = batch
+    return (module(x).square() * mask).sum() / mask.sum()
+
+
+def test_a_model_is_looked_at_by_a_record_whose_loss_is_finite():
+    """With a mask of zeros it is not."""
+    mask = torch.ones(12, 1, dtype=torch.int64)
+    worker = guarded(of=lambda rows: (X[rows], mask[rows]))
+    worker = replace(worker, loss_at=replace(worker.loss_at, loss=masked))
+    assert gradient(worker).any()
+    worker.module.append(Keeping("in_a_global"))
+    with pytest.raises(ValueError, match="changes while it computes a loss"):
+        gradient(worker)
+
+
+class Never(nn.Module):
     def forward(self, x):
-        return (x - x.mean()) / x.std()
+        return x * math.nan
 
 
 class Careful(nn.Module):
     def forward(self, x):
-        if not x.any():
+        if not (x > 1).any():
             raise LookupError("a record of nothing")
         return x
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "why"),
     [
-        (Standardised(), "a record of zeros has the loss nan, so it cannot be looked at"),
-        (Careful(), "a record of zeros fails: LookupError: a record of nothing, so it cannot"),
+        (Never(), "ArithmeticError: the loss is nan"),
+        (Careful(), "LookupError: a record of nothing"),
     ],
 )
-def test_a_site_is_told_where_a_probe_shows_nothing(module, says, caplog):
+def test_a_model_that_cannot_be_looked_at_is_refused(module, why):
     worker = guarded()
     worker.module.insert(0, module)
-    gradient(worker)
-    assert re.search(says, caplog.text)
+    with pytest.raises(ValueError, match=r"of two made-up records.* none has a finite") as told:
+        gradient(worker)
+    assert told.value.__notes__ == [f"{why}; {why}"]
+    assert not worker.loss_at.account.charged
 
 
 def test_newer_settings_of_precision_are_a_part_of_the_query(monkeypatch):
@@ -436,23 +473,43 @@ def test_newer_settings_of_precision_are_a_part_of_the_query(monkeypatch):
 
 
 class Short(nn.Module):
-    """It fails for a record as long as something is short."""
+    """It fails for some records as long as something is short."""
 
-    is_short = True
+    fails_for: ClassVar[set[float]] = set()
 
     def forward(self, x):
-        if Short.is_short and x.any() and x[0, 0] == X[3, 0]:
+        if x[0, 0].item() in Short.fails_for:
             raise OSError
         return x
 
 
-def test_another_sum_of_the_same_records_has_other_noise_and_is_charged(monkeypatch):
+def test_another_sum_has_other_draws_and_noise_and_is_charged(monkeypatch):
     account = Open(noise=100.0)
-    worker = guarded(account)
+    drawn: list[list[int]] = []
+
+    def of(rows):
+        drawn[-1].extend(rows)
+        return X[rows], Y[rows]
+
+    def grad():
+        drawn.append([])
+        return gradient(worker)
+
+    worker = guarded(account, of=of, size=6)
     worker.module.insert(0, Short())
-    short = gradient(worker)
-    monkeypatch.setattr(Short, "is_short", False)
-    assert torch.isclose(gradient(worker), short, rtol=1e-3).sum() <= 1
+    monkeypatch.setattr(Short, "fails_for", {x.item() for x in X[:, 0]})
+    short, again = grad(), grad()
+    assert torch.equal(again, short)
+    assert len(account.charged) == 1
+    Short.fails_for.clear()
+    whole = grad()
+    assert torch.isclose(whole, short, rtol=1e-3).sum() <= 1
+    assert len(account.charged) == 2
+    first = drawn[1]
+    assert drawn[0] == [0, *first]  # one is read for its form
+    assert drawn[2][: len(first)] == first
+    assert drawn[2][len(first) :] not in ([], first)
+    assert torch.equal(grad(), whole)
     assert len(account.charged) == 2
 
 
@@ -478,8 +535,29 @@ def test_a_record_that_fails_counts_as_none_and_the_site_is_told(caplog):
     worker = guarded(Open(noise=0.0))
     worker.module.insert(0, Failing())
     assert not gradient(worker).any()
-    assert "an example counts as none" in caplog.text
+    assert "12 examples count as none" in caplog.text
     assert "has no place" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_record_that_cannot_be_read_counts_as_none_and_the_site_is_told(caplog):
+    def of(rows):
+        if rows == [3]:
+            raise OSError("a broken image")
+        return X[rows], Y[rows]
+
+    without = guarded(Open(noise=0.0), of=of)
+    zero = guarded(Open(noise=0.0), of=lambda rows: (X[rows], Y[rows] * (rows != [3])))
+    grads = gradient(without)
+    assert "1 examples cannot be read and count as none" in caplog.text
+    assert "a broken image" in caplog.text
+    rest = guarded(Open(noise=0.0))
+    records = {n: rest.loss_at.examples.of([n]) for n in range(12) if n != 3}
+    summed = rest.loss_at._clipped(dict(rest.module.named_parameters()), records.values())
+    torch.testing.assert_close(
+        grads, torch.cat([g.flatten() for g in summed.values()]).float() / 12
+    )
+    assert not torch.equal(grads, gradient(zero))
 
 
 def test_dropout_of_a_record_does_not_depend_on_the_others():
