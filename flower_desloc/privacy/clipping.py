@@ -1,6 +1,5 @@
 """The sum of per-example gradients, each clipped: its sensitivity to one example is the bound."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from flower_desloc.core.errors import SiteRefusedError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
-_LOG = logging.getLogger("flwr")
 LEAST_NORM = 1e-6
 """The least bound: gradients and noise are far above the least numbers of single precision."""
 
@@ -28,7 +26,7 @@ def clipped_sum(
     examples: Iterable[Any],
     *,
     max_grad_norm: float,
-    skip: bool = False,
+    failed: list[Exception] | None = None,
 ) -> dict[str, Tensor]:
     """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
@@ -47,7 +45,7 @@ def clipped_sum(
         params: The module's parameters to differentiate, by name; tied ones once.
         examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
-        skip: Whether examples that fail count as zero, with one line in the log: an error would
+        failed: Gets the errors of examples that fail, which then count as zero: an error would
             tell that they are there.
 
     Raises ``ValueError`` naming the module through which they cannot be computed, for one that
@@ -57,7 +55,6 @@ def clipped_sum(
     if max_grad_norm < LEAST_NORM:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be at least {LEAST_NORM}")
     total = zeros(params)
-    failed: list[Exception] = []
     with _own_gradients(module):
         for example in examples:
             try:
@@ -68,16 +65,15 @@ def clipped_sum(
             except Exception as error:
                 if "can't allocate memory" in str(error):  # PyTorch's, on a CPU
                     raise
-                if not skip:
-                    raise _unfit(module, error) from error
-                failed.append(error)
+                unfit = _unfit(module, error)
+                if failed is None:
+                    raise unfit from error
+                unfit.__cause__ = error
+                failed.append(unfit)
                 continue
             if math.isfinite(norm):
                 for key, grad in grads.items():
                     total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
-    if failed:
-        why = _unfit(module, failed[0])
-        _LOG.error("%d examples count as none; the first: %s", len(failed), why, exc_info=failed[0])
     return total
 
 

@@ -1,4 +1,4 @@
-"""Digests of all that a gradient depends on: what a module holds, and records."""
+"""Digests of what a gradient depends on: what a module holds, and records."""
 
 import random
 from collections import deque
@@ -21,19 +21,40 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _WITHOUT_VALUES = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, partial)
 
 
-def of_module(module: nn.Module) -> str:
-    """Return a digest of the tensors, numbers, texts and random generators that a module holds.
+def of_weights(module: nn.Module) -> str:
+    """Return a digest of a module's parameters and persistent buffers, alike in each process.
 
-    Objects in its attributes are looked into, functions are not. Raises ``SiteRefusedError`` for a
-    tensor that cannot be compared.
+    Raises ``SiteRefusedError`` for a tensor that cannot be compared.
     """
-    seen = {id(part) for part in module.modules()}
-    held = chain.from_iterable(
-        _values(f"{name!r}.{key}", value, seen)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key != "_modules" and not _is_hooks(key)
+    held = module.state_dict(keep_vars=True).items()
+    tensors = {id(t): (name, t) for name, t in held if isinstance(t, Tensor)}  # tied ones once
+    return _compared(module, tensors.values())
+
+
+def of_buffers(module: nn.Module) -> str:
+    """Return a digest of a module's buffers; raises as ``of_weights``."""
+    return _compared(module, module.named_buffers())
+
+
+def of_attributes(module: nn.Module) -> str:
+    """Return a digest of the tensors, numbers, texts and generators in a module's attributes.
+
+    Objects are looked into, functions are not. It may be another in another process. Raises
+    ``SiteRefusedError`` for a tensor that cannot be compared.
+    """
+    seen: dict[int, object] = {id(part): part for part in module.modules()}
+    return _compared(
+        module,
+        chain.from_iterable(
+            _values(f"{name!r}.{key}", value, seen)
+            for name, part in module.named_modules()
+            for key, value in vars(part).items()
+            if key not in ("_modules", "_parameters") and not _is_hooks(key)
+        ),
     )
+
+
+def _compared(module: nn.Module, held: Iterable[tuple[str, Any]]) -> str:
     try:
         return _digest(held)
     except RuntimeError as error:  # PyTorch's, for a layout or device that has no bytes to read
@@ -67,7 +88,7 @@ def _is_hooks(key: str) -> bool:
     return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
-def _values(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _values(name: str, value: Any, seen: dict[int, object]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, numbers and texts in ``value``, by name, but of objects ``seen`` none."""
     if isinstance(value, Tensor):
         yield name, value
@@ -78,7 +99,7 @@ def _values(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, set | frozenset):
         yield name, sorted(map(repr, value))
     elif id(value) not in seen:
-        seen.add(id(value))
+        seen[id(value)] = value  # or another could get its id
         held = _held(value)
         if held is not None:
             yield name, (type(value).__qualname__, len(held))

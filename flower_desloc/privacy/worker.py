@@ -3,12 +3,13 @@
 import hmac
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from threading import Event, Lock
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy import digests
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
-from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent
+from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, zeros
 from flower_desloc.privacy.noise import uniform, with_noise
 from flower_desloc.privacy.repeatable import accelerators, repeatable, seed_all, settings
-from flower_desloc.privacy.stand_ins import stand_ins
 
 _LOG = logging.getLogger("flwr")
+_ROUNDING = 1e-2
+"""A relative difference that rounding does not reach."""
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
 
@@ -82,24 +84,18 @@ class PrivateLoss:
     def __call__(self, step: int) -> Tensor:
         """Charge the account for the step after ``step`` completed ones; return its loss.
 
-        Raises ``BudgetSpentError`` if the budget does not suffice, before noise is drawn.
+        Raises ``BudgetSpentError`` if the budget does not suffice, before noise is drawn, and
+        ``SiteRefusedError`` where the loss of a record is seen to depend on others.
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
-        if self.module in _SPOILED:
-            raise SiteRefusedError(
-                "differential privacy: in this process a step of this model has failed, which may "
-                "have left something of an example in it; restart the site's SuperNode, or the run"
-            )
-        stand_in, probed = self._first_probe(params)  # it also makes what a module makes once
-        state = digests.of_module(self.module)
-        asked = self._asked(step, cost, state)
+        weights = digests.of_weights(self.module)
+        asked = self._asked(step, cost, weights)
         for attempt in count():
             query = self._key(asked, f"attempt {attempt}")
-            of_records, total = self._summed(params, query, cost)
-            if digests.of_module(self.module) != state or self._probe(params, stand_in) != probed:
-                raise self._changing()
-            _SPOILED.discard(self.module)
+            drawn = self._drawn(query, cost)
+            with _unless_spoiled():
+                of_records, total = self._summed(params, query, drawn, weights)
             # Of the sum too: were another one added to the same noise, their difference would be
             # bare. And with the same draws another sum would cost more than a step.
             answer = self._key(query, f"{of_records} {digest(total)}")
@@ -107,17 +103,39 @@ class PrivateLoss:
                 break
         return self._noised(params, total, answer, cost)
 
-    def _summed(
-        self, params: Mapping[str, Tensor], query: bytes, cost: Step
-    ) -> tuple[str, dict[str, Tensor]]:
-        """Return a digest of the drawn records, and the sum of their clipped gradients."""
+    def _drawn(self, query: bytes, cost: Step) -> list[int]:
         coins = uniform(self._key(query, "rows"), self.examples.number)
-        drawn = np.flatnonzero(coins <= cost.sample_rate).tolist()
-        with repeatable(self._accelerators):  # a record may be augmented
-            records = self._read(query, drawn)
+        drawn: list[int] = np.flatnonzero(coins <= cost.sample_rate).tolist()
+        return drawn
+
+    def _summed(
+        self, params: Mapping[str, Tensor], query: bytes, drawn: Sequence[int], weights: str
+    ) -> tuple[str, dict[str, Tensor]]:
+        """Return a digest of the drawn records, and the sum of their clipped gradients.
+
+        The first is computed before and after all: if the others had changed anything that a loss
+        depends on, its gradient would most probably be another.
+        """
+        if not drawn:
+            return "", zeros(params)
+        records = self._read(query, drawn)
         found = digests.of_records(records)
-        _SPOILED.add(self.module)
-        return found, self._clipped(params, self._seeded(query, records))
+        first = min(records)
+        of_first = digests.of_records({first: records[first]})
+        once = self._clipped(params, query, {first: records[first]}, [])
+        # What a module makes when it is called first is no change.
+        held = digests.of_attributes(self.module)
+        failed: list[Exception] = []
+        records |= self._again(query, first, of_first)  # a loss may have changed it
+        total = self._clipped(params, query, records, failed)
+        again = self._clipped(params, query, self._again(query, first, of_first), [])
+        is_same = self._is_same(once, again) and digests.of_weights(self.module) == weights
+        if not is_same or digests.of_attributes(self.module) != held:
+            raise self._changing()
+        if len(failed) == len(records):
+            raise failed[0]
+        _log_failed(failed, "fail")
+        return found, total
 
     def _noised(
         self, params: Mapping[str, Tensor], total: dict[str, Tensor], key: bytes, cost: Step
@@ -139,72 +157,71 @@ class PrivateLoss:
     def _accelerators(self) -> list[torch.device]:
         return accelerators(self.module)
 
-    @cached_property
-    def _first(self) -> Any:
-        first = self.examples.of([0])  # for its form
-        digests.of_records({0: first})  # raises if it is of other things
-        return first
-
     def _read(self, query: bytes, drawn: Sequence[int]) -> dict[int, Any]:
-        """Return the drawn records, without those that cannot be read."""
+        """Return the drawn records, without those that cannot be read, unless that are all."""
         records: dict[int, Any] = {}
         failed: list[Exception] = []
-        for number in self._seeded(query, {n: n for n in drawn}):
-            try:
-                records[number] = self.examples.of([number])
-            except MemoryError:
-                raise
-            except Exception as error:  # it would tell that the record is there
-                failed.append(error)
-        if failed:
-            _LOG.error(
-                "%d examples cannot be read and count as none", len(failed), exc_info=failed[0]
+        with repeatable(self._accelerators):  # a record may be augmented
+            for number in self._seeded(query, {n: n for n in drawn}):
+                try:
+                    records[number] = self.examples.of([number])
+                except MemoryError:
+                    raise
+                except Exception as error:  # it would tell that the record is there
+                    failed.append(error)
+        if not records:
+            raise SiteRefusedError(
+                "differential privacy: of the task's data no drawn record can be read: "
+                f"{type(failed[0]).__name__}"
+            ) from failed[0]
+        _log_failed(failed, "cannot be read")
+        return records
+
+    def _again(self, query: bytes, number: int, before: str) -> dict[int, Any]:
+        """Return a record anew; raises ``SiteRefusedError`` if it is another than before."""
+        records = self._read(query, [number])
+        if digests.of_records(records) != before:
+            raise SiteRefusedError(
+                "differential privacy: the task's data has another record under the same number "
+                "than before, or draws from a generator of its own; let it draw from torch's, "
+                "NumPy's or Python's, which are seeded for each record"
             )
         return records
 
     def _clipped(
-        self, params: Mapping[str, Tensor], records: Iterable[Any], *, skip: bool = True
+        self,
+        params: Mapping[str, Tensor],
+        query: bytes,
+        records: Mapping[int, Any],
+        failed: list[Exception],
     ) -> dict[str, Tensor]:
-        bound = self.max_grad_norm
         with repeatable(self._accelerators):
             return clipped_sum(
-                self.loss, self.module, params, records, max_grad_norm=bound, skip=skip
+                *(self.loss, self.module, params, self._watched(query, records)),
+                max_grad_norm=self.max_grad_norm,
+                failed=failed,
             )
 
-    def _first_probe(self, params: Mapping[str, Tensor]) -> tuple[Any, str]:
-        """Return a made-up record whose loss is finite, and what comes of it.
+    def _watched(self, query: bytes, records: Mapping[int, Any]) -> Iterator[Any]:
+        """Yield the records; raises ``SiteRefusedError`` if one has changed the module."""
+        marks, values = None, None
+        for record in self._seeded(query, records):
+            yield record
+            before, marks = marks, _marks(self.module)
+            if marks != before:  # some modules make a buffer anew that is as before
+                last, values = values, digests.of_buffers(self.module)
+                if last not in (None, values):  # the first may make what is made once
+                    raise self._changing()
 
-        Raises ``SiteRefusedError`` if there is none.
-        """
-        whys = []
-        for stand_in in stand_ins(self._first):
-            try:
-                return stand_in, self._probe(params, stand_in)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:
-                whys.append(f"{type(error).__name__}: {error}")
-        raise SiteRefusedError(
-            "differential privacy: of two made-up records, whose whole numbers are zero and one, "
-            "none has a finite loss, so it cannot be looked at whether the model keeps anything of "
-            "a record; let the task's loss be finite for one of them, or the run has diverged",
-            "; ".join(whys),
+    def _is_same(self, once: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> bool:
+        if not self._accelerators:
+            return digest(once) == digest(again)
+        # There sums differ by rounding when they are repeated.
+        return all(
+            torch.linalg.vector_norm(once[key] - again[key])
+            <= _ROUNDING * torch.linalg.vector_norm(once[key])
+            for key in once
         )
-
-    def _probe(self, params: Mapping[str, Tensor], stand_in: Any) -> str:
-        """Return a digest of what comes of a made-up record, which depends on no other.
-
-        Nothing on an accelerator, where sums differ when they are repeated. Raises
-        ``ArithmeticError`` for a loss that is not finite.
-        """
-        made_up = {-1: stand_in}
-        with repeatable(self._accelerators), torch.no_grad():
-            (record,) = self._seeded(b"", made_up)
-            loss = self.loss(self.module, record)
-        if not loss.isfinite().all():
-            raise ArithmeticError(f"the loss is {float(loss)}")
-        grads = self._clipped(params, self._seeded(b"", made_up), skip=False)
-        return "" if self._accelerators else digest({**grads, "": loss})
 
     def _changing(self) -> SiteRefusedError:
         """Return the error for a module whose loss depends on those before."""
@@ -224,8 +241,8 @@ class PrivateLoss:
         rate = self.examples.sample_rate
         return Step(self.account.noise_multiplier(rate), rate)
 
-    def _asked(self, step: int, cost: Step, state: str) -> bytes:
-        """Return a digest of what the gradient depends on, but for the records."""
+    def _asked(self, step: int, cost: Step, weights: str) -> bytes:
+        """Return a digest of what the server chooses of a gradient, alike in each process."""
         about = (
             *(step, cost, self.max_grad_norm, self.examples.batch_size, self.examples.number),
             # With the same noise the gradients by fewer parameters would differ by clipping.
@@ -234,7 +251,7 @@ class PrivateLoss:
             settings(),
             os.urandom(32) if self._accelerators else b"",
         )
-        return self._key(self.context.encode(), f"{about} {state}")
+        return self._key(self.context.encode(), f"{about} {weights}")
 
     def _key(self, key: bytes, use: str) -> bytes:
         return hmac.digest(self.account.secret, len(key).to_bytes(8) + key + use.encode(), "sha256")
@@ -271,8 +288,36 @@ def _check_clipping(worker: Worker) -> None:
         )
 
 
-_SPOILED: "WeakSet[nn.Module]" = WeakSet()
-"""Models of which a step has failed, and that may have kept something of an example."""
+def _log_failed(errors: Sequence[Exception], how: str) -> None:
+    if errors:
+        _LOG.error("%d examples %s and count as none", len(errors), how, exc_info=errors[0])
+
+
+def _marks(module: nn.Module) -> list[tuple[int, int]]:
+    """Return what changes with the buffers, but not by ``.data``."""
+    return [(id(t), t._version) for t in module.buffers()]
+
+
+_alone = Lock()
+"""Held by the step that uses the process' random generators."""
+_spoiled = Event()
+"""Set in a process where a step has failed, which may have kept something of an example."""
+
+
+@contextmanager
+def _unless_spoiled() -> Iterator[None]:
+    with _alone:
+        if _spoiled.is_set():
+            raise SiteRefusedError(
+                "differential privacy: in this process a step has failed, which may have left "
+                "something of an example in the model or the task; restart the site's SuperNode, "
+                "or the run"
+            )
+        try:
+            yield
+        except BaseException:
+            _spoiled.set()
+            raise
 
 
 class _Gradients(torch.autograd.Function):

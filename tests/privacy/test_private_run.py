@@ -1,6 +1,9 @@
 """Private runs: the cost of a step, refusals at the site, and the content of replies."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -148,6 +151,32 @@ def test_the_stricter_of_two_budgets_holds(tmp_path):
 def test_what_privacy_excludes_is_refused_at_the_site(tmp_path, node, overrides, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         built(tmp_path, *overrides, **node)
+
+
+ONE_STEP = """
+import sys
+from test_private_run import SHORT, accounting, built
+accounting._epsilon = lambda steps, delta: 0.0
+worker = built(sys.argv[1], *SHORT, "privacy.epsilon=1")
+print(sum(float(grad.double().sum()) for grad in worker.gradient(0)[0].values()))
+"""
+
+
+def test_a_step_that_another_process_repeats_is_charged_once(tmp_path):
+    """Python's hashes differ between processes, and some of transformers' attributes are hashes."""
+
+    def summed(seed):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, "-c", ONE_STEP, str(tmp_path)]
+        return subprocess.run(command, env=environment, check=True, capture_output=True).stdout
+
+    assert summed("1") == summed("2") != b""
+    (ledger,) = (tmp_path / "privacy").glob("*.jsonl")
+    assert len(ledger.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("before", "now"), [("null", "1"), ("1", "null")])

@@ -305,7 +305,7 @@ class Privacy:
     """Budget of each client; null: a site's own."""
     delta: float = may_differ(bounded(1e-5, 1e-9, below=1))
     """Well below 1 / examples."""
-    max_grad_norm: float = bounded(1.0, 1e-6)
+    max_grad_norm: float = bounded(1.0, 1e-6, 1e6)
     """Bound of each example's gradient."""
 
 
