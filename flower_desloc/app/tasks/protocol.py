@@ -88,7 +88,9 @@ class HasExamples(Protocol):
     def examples(self, numbers: Sequence[int]) -> Batch:
         """Return the training examples of these numbers, from 0 and below ``num_examples``.
 
-        A batch for ``Task.loss``. It is asked for one example at a time.
+        A batch for ``Task.loss``. It is asked for one example at a time, also twice for the same,
+        and must depend on nothing else, nor ``Task.loss`` on earlier batches: what one example
+        changed of the gradients of others would not be protected.
         """
 
 
