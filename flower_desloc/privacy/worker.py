@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from threading import Event, Lock
 from typing import Any
 
@@ -29,6 +28,10 @@ from flower_desloc.privacy.repeatable import accelerators, repeatable, seed_all,
 _LOG = logging.getLogger("flwr")
 _ROUNDING = 1e-2
 """A relative difference that rounding does not reach."""
+_WITNESSES = 4
+"""Records that are tried for one that has a gradient."""
+_MOST_ANSWERS = 8
+"""Different sums of one step: they differ only if data change, or fail at times."""
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
 
@@ -91,17 +94,20 @@ class PrivateLoss:
         cost = self._cost()
         weights = digests.of_weights(self.module)
         asked = self._asked(step, cost, weights)
-        for attempt in count():
+        for attempt in range(_MOST_ANSWERS):
             query = self._key(asked, f"attempt {attempt}")
             drawn = self._drawn(query, cost)
-            with _unless_spoiled():
+            with _unless_spoiled(self.account.secret):
                 of_records, total = self._summed(params, query, drawn, weights)
             # Of the sum too: were another one added to the same noise, their difference would be
             # bare. And with the same draws another sum would cost more than a step.
             answer = self._key(query, f"{of_records} {digest(total)}")
             if self.account.charge(query.hex(), answer.hex(), cost):
-                break
-        return self._noised(params, total, answer, cost)
+                return self._noised(params, total, answer, cost)
+        raise SiteRefusedError(
+            f"differential privacy: this step was repeated {_MOST_ANSWERS} times, and each time "
+            "the data or what fails of them was other; see the site's log, and start another run"
+        )
 
     def _drawn(self, query: bytes, cost: Step) -> list[int]:
         coins = uniform(self._key(query, "rows"), self.examples.number)
@@ -113,28 +119,30 @@ class PrivateLoss:
     ) -> tuple[str, dict[str, Tensor]]:
         """Return a digest of the drawn records, and the sum of their clipped gradients.
 
-        The first is computed before and after all: if the others had changed anything that a loss
-        depends on, its gradient would most probably be another.
+        One of them, the witness, is computed before and after all: if the others had changed
+        anything that a loss depends on, its gradient would most probably be another.
         """
-        if not drawn:
-            return "", zeros(params)
         records = self._read(query, drawn)
         found = digests.of_records(records)
-        first = min(records)
-        of_first = digests.of_records({first: records[first]})
-        once = self._clipped(params, query, {first: records[first]}, [])
+        if not records:
+            return found, zeros(params)
+        numbers = sorted(records, key=lambda n: self._key(query, f"witness {n}"))
+        for witness in numbers[:_WITNESSES]:
+            before = digests.of_records({witness: records[witness]})
+            once = self._clipped(params, query, {witness: records[witness]}, [])
+            records |= self._again(query, witness, before)  # a loss may have changed it
+            if any(grad.any() for grad in once.values()):
+                break
         # What a module makes when it is called first is no change.
-        held = digests.of_attributes(self.module)
+        held, kept = digests.of_attributes(self.module), self._kept(once)
+        del once
         failed: list[Exception] = []
-        records |= self._again(query, first, of_first)  # a loss may have changed it
         total = self._clipped(params, query, records, failed)
-        again = self._clipped(params, query, self._again(query, first, of_first), [])
-        is_same = self._is_same(once, again) and digests.of_weights(self.module) == weights
+        again = self._clipped(params, query, self._again(query, witness, before), [])
+        is_same = self._is_same(kept, again) and digests.of_weights(self.module) == weights
         if not is_same or digests.of_attributes(self.module) != held:
             raise self._changing()
-        if len(failed) == len(records):
-            raise failed[0]
-        _log_failed(failed, "fail")
+        _log_failed(failed, f"of {len(records)} fail")
         return found, total
 
     def _noised(
@@ -158,7 +166,7 @@ class PrivateLoss:
         return accelerators(self.module)
 
     def _read(self, query: bytes, drawn: Sequence[int]) -> dict[int, Any]:
-        """Return the drawn records, without those that cannot be read, unless that are all."""
+        """Return the drawn records, without those that cannot be read."""
         records: dict[int, Any] = {}
         failed: list[Exception] = []
         with repeatable(self._accelerators):  # a record may be augmented
@@ -169,12 +177,7 @@ class PrivateLoss:
                     raise
                 except Exception as error:  # it would tell that the record is there
                     failed.append(error)
-        if not records:
-            raise SiteRefusedError(
-                "differential privacy: of the task's data no drawn record can be read: "
-                f"{type(failed[0]).__name__}"
-            ) from failed[0]
-        _log_failed(failed, "cannot be read")
+        _log_failed(failed, f"of {len(drawn)} cannot be read")
         return records
 
     def _again(self, query: bytes, number: int, before: str) -> dict[int, Any]:
@@ -183,8 +186,9 @@ class PrivateLoss:
         if digests.of_records(records) != before:
             raise SiteRefusedError(
                 "differential privacy: the task's data has another record under the same number "
-                "than before, or draws from a generator of its own; let it draw from torch's, "
-                "NumPy's or Python's, which are seeded for each record"
+                "than before: its examples must be copies, so that the loss cannot change the "
+                "data, and random numbers be drawn from torch, NumPy or Python, which are seeded "
+                "for each record, not from generators of its own"
             )
         return records
 
@@ -213,15 +217,16 @@ class PrivateLoss:
                 if last not in (None, values):  # the first may make what is made once
                     raise self._changing()
 
-    def _is_same(self, once: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> bool:
-        if not self._accelerators:
-            return digest(once) == digest(again)
-        # There sums differ by rounding when they are repeated.
-        return all(
-            torch.linalg.vector_norm(once[key] - again[key])
-            <= _ROUNDING * torch.linalg.vector_norm(once[key])
-            for key in once
-        )
+    def _kept(self, grads: Mapping[str, Tensor]) -> str | Tensor:
+        """Return of gradients what ``_is_same`` needs."""
+        return _flat(grads).float() if self._accelerators else digest(dict(grads))
+
+    def _is_same(self, once: str | Tensor, again: Mapping[str, Tensor]) -> bool:
+        if isinstance(once, str):
+            return once == self._kept(again)
+        # On an accelerator sums differ by rounding when they are repeated.
+        difference = torch.linalg.vector_norm(once - _flat(again))
+        return bool(difference <= _ROUNDING * torch.linalg.vector_norm(once))
 
     def _changing(self) -> SiteRefusedError:
         """Return the error for a module whose loss depends on those before."""
@@ -288,9 +293,15 @@ def _check_clipping(worker: Worker) -> None:
         )
 
 
+def _flat(grads: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([grad.flatten() for grad in grads.values()])
+
+
 def _log_failed(errors: Sequence[Exception], how: str) -> None:
     if errors:
-        _LOG.error("%d examples %s and count as none", len(errors), how, exc_info=errors[0])
+        text = f"{len(errors)} examples {how} and count as none; the first: {errors[0]}"
+        _LOG.error(text, exc_info=None if _traced.is_set() else errors[0])
+        _traced.set()
 
 
 def _marks(module: nn.Module) -> list[tuple[int, int]]:
@@ -300,23 +311,25 @@ def _marks(module: nn.Module) -> list[tuple[int, int]]:
 
 _alone = Lock()
 """Held by the step that uses the process' random generators."""
-_spoiled = Event()
-"""Set in a process where a step has failed, which may have kept something of an example."""
+_traced = Event()
+"""Set once a failing record's traceback is in the log."""
+_spoiled: set[bytes] = set()
+"""Secrets of the sites of which a step has failed here: it may have kept something of a record."""
 
 
 @contextmanager
-def _unless_spoiled() -> Iterator[None]:
+def _unless_spoiled(site: bytes) -> Iterator[None]:
     with _alone:
-        if _spoiled.is_set():
+        if site in _spoiled:
             raise SiteRefusedError(
                 "differential privacy: in this process a step has failed, which may have left "
-                "something of an example in the model or the task; restart the site's SuperNode, "
-                "or the run"
+                "something of an example in the model or the task; restart the process: the "
+                "site's SuperNode, the simulation or the notebook's kernel"
             )
         try:
             yield
         except BaseException:
-            _spoiled.set()
+            _spoiled.add(site)
             raise
 
 
