@@ -22,6 +22,7 @@ from flower_desloc.app.engines.shown import Shown
 from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import RunFolder, evaluations
+from flower_desloc.app.runs.groups import differing, flat
 from flower_desloc.app.runs.record import RunRecord, load
 from flower_desloc.app.runs.resume import file_to_resume
 from flower_desloc.app.runs.terminal import FOLDER
@@ -149,6 +150,8 @@ def run(
         When a simulation fails; in this process the error itself is raised.
 
     """
+    if not all(isinstance(word, str) for word in overrides):
+        raise TypeError(f'run: give settings as texts, such as "run.steps=8"; got {overrides!r}')
     run_config = {
         **app_run_config(),
         "config": preset,
@@ -176,11 +179,15 @@ def compare(runs: Iterable[RunResult | str | Path]) -> pd.DataFrame:
     """Return a table of runs, one row each: what they sent, took and reached.
 
     ``bytes_up`` is what all clients sent; ``times_less`` is Local Adam's, by the formula, over it.
+    The last columns are the settings in which the runs differ.
     """
+    results = [each if isinstance(each, RunResult) else RunResult(each) for each in runs]
+    if not results:
+        raise ValueError("compare: give at least one run")
+    keys = differing([result.record for result in results])
     rows = []
-    for each in runs:
-        result = each if isinstance(each, RunResult) else RunResult(each)
-        record, found = result.record, result.summary
+    for result in results:
+        record, found, settings = result.record, result.summary, flat(result.record.config)
         reached = found["evaluation"].get(record.where, {})
         rows.append(
             {
@@ -192,6 +199,7 @@ def compare(runs: Iterable[RunResult | str | Path]) -> pd.DataFrame:
                 "bytes_up": found["bytes"]["measured"]["up"]["total"],
                 "times_less": found["ratio"]["local_adam"],
                 "seconds": found["seconds"]["total"],
+                **{key: settings.get(key) for key in keys},
             }
         )
     return pd.DataFrame(rows).set_index("run")

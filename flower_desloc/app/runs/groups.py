@@ -117,6 +117,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return settings
 
 
+def differing(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the settings in which runs differ, but for seed and name."""
+    compared = [_compared(run) for run in runs]
+    keys = sorted({key for each in compared for key in each})
+    return [key for key in keys if any(each.get(key) != compared[0].get(key) for each in compared)]
+
+
 def _compared(run: RunRecord) -> dict[str, Any]:
     return {k: v for k, v in sorted(flat(run.config).items()) if k not in NOT_COMPARED}
 

@@ -53,10 +53,22 @@ def test_runs_are_compared_and_shown(result, folder):
     assert again.folder != result.folder
     table = compare([result, again.folder, load_run(result.folder)])
     assert [*table.seed] == [result.record.seed, 1, result.record.seed]
+    assert [*table.columns][-1] == "seconds"  # they differ in nothing else
     assert table.loss.iloc[0] == result.evaluations.loc[(4, "central", "all"), "loss"]
     shown = result._repr_html_()
     assert "<table" in shown
     assert "data:image/png;base64," in shown
+
+
+def test_a_comparison_shows_the_settings_in_which_runs_differ(result, folder):
+    words = (*SHORT, "optimizer.lr=0.5", "sync.params=4", "run.name=other")
+    table = compare([result, run("quickstart", *words, engine="inprocess", output_dir=folder)])
+    assert [*table.columns][-2:] == ["optimizer.lr", "sync.params"]
+    assert table["optimizer.lr"].iloc[1] == 0.5
+    with pytest.raises(ValueError, match="give at least one run"):
+        compare([])
+    with pytest.raises(TypeError, match=r'such as "run\.steps=8"; got'):
+        run("quickstart", {"run.steps": 3})  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_path):
