@@ -265,7 +265,15 @@ class RoundLoop:
                 self._welcome()
             if (metrics := attempt()) is not None:
                 return metrics
-            log(WARNING, "%s has too few usable replies: %s", self.round, self.round.left_out)
+            log(
+                *(WARNING, "%s has fewer usable replies than federation.min_clients=%d: %s%s"),
+                *(
+                    self.round,
+                    self.policy.min_clients,
+                    self.round.left_out or "nobody was left out",
+                ),
+                self.members.silent,
+            )
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
         self._give_up()

@@ -38,6 +38,7 @@ def members(
     ejected one is not asked again, under any name, until it is invited again. What a site has sent
     stays in the run's record.
     """
+    from flower_desloc.app.config.yaml12 import read, values
     from flower_desloc.app.runs.folder import RunFolder, read_lines
     from flower_desloc.app.runs.resume import completed
     from flower_desloc.app.runs.roster import Roster
@@ -62,6 +63,12 @@ def members(
         typer.echo(f"{words}  {site.reason}".rstrip())
     if not roster.sites:
         typer.echo("no site has come yet, and none is invited")
+        return
+    text = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
+    least = ((values(read(text)) or {}).get("federation") or {}).get("min_clients", 1)
+    able = sum(site.state in ("active", "invited") for site in roster.sites.values())
+    if able < least and not completed(run):
+        typer.echo(f"{able} can take part, and federation.min_clients={least}: the run waits")
 
 
 _STATES: "Mapping[Change, State]" = {

@@ -163,6 +163,11 @@ def test_below_the_quorum_the_run_stops_and_names_who_was_excluded(before_step, 
     before_step({2: ["pause/client-1/--reason/an audit"]})
     with pytest.raises(FederationError, match="client-1 was paused by the operator: an audit"):
         train(tmp_path, *SHORT, "federation.min_clients=2", "federation.timeout=0.2")
+    (run,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
+    assert "1 can take part, and federation.min_clients=2: the run waits" in accepted(
+        "members", run
+    )
+    assert "the run waits" not in accepted("members", run, "resume", "client-1")
 
 
 def test_a_change_that_is_none_is_refused(tmp_path):
