@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flower_desloc.app.cli.limits import at_least_zero, positive
-from flower_desloc.app.cli.terminal import FAILED, USAGE, failing
+from flower_desloc.app.cli.terminal import FAILED, USAGE, fail, failing
 from flower_desloc.app.plan.wall_clock import MBIT, REPORTED, Link
 
 
@@ -41,6 +41,8 @@ def report(
     their seed are one line, mean ± standard deviation. A folder with the name of the HTML file
     holds the figures as PNGs.
     """
+    if live and output is not None:
+        fail(USAGE, "--live writes no file: leave out --output, or --live")
     # matplotlib takes a second to import.
     from flower_desloc.app.runs.report import NoRunError, write_report
     from flower_desloc.app.runs.report.live import serving

@@ -7,6 +7,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from command import refused
 from tiny import TINY, train
 
 from flower_desloc.app.plan.wall_clock import REPORTED
@@ -78,3 +79,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         serving([tmp_path], 0, REPORTED),
     ):
         pass
+
+
+def test_a_file_is_not_asked_for_as_well(tmp_path):
+    assert "--live writes no file" in refused("report", tmp_path, "--live", "--output", "page.html")
