@@ -19,7 +19,7 @@ from flower_desloc.app.config.overrides import split_arguments
 from flower_desloc.app.config.run_config import app_run_config
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.engines.shown import Shown
-from flower_desloc.app.runs.export import averaged_model
+from flower_desloc.app.runs.export import averaged_model, final_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import RunFolder, evaluations
 from flower_desloc.app.runs.groups import differing, flat
@@ -27,7 +27,7 @@ from flower_desloc.app.runs.record import RunRecord, load
 from flower_desloc.app.runs.resume import file_to_resume
 from flower_desloc.app.runs.terminal import FOLDER
 from flower_desloc.app.setup.streams import RunStreams
-from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 
 _OF_A_CLIENT = ("num_examples", "steps", "train_loss", "update_norm", "param_norm", "seconds")
 
@@ -106,9 +106,13 @@ class RunResult:
     def model(self) -> nn.Module:
         """Return the averaged model of the run's last checkpoint, on the CPU.
 
-        Raises ``CheckpointError`` when there is none (``run.checkpoint_every=0``).
+        Without checkpoints (``run.checkpoint_every=0``) it is the model in ``final/``. Raises
+        ``CheckpointError`` when there is none.
         """
-        return averaged_model(Checkpoint.read(last_checkpoint(self.folder)))[1]
+        run = RunFolder(self.folder)
+        if files := Checkpoints(run.checkpoints).all():
+            return averaged_model(Checkpoint.read(files[-1]))[1]
+        return final_model(run)
 
     def figure(self) -> Figure:
         """Return the figure of ``overview.png``."""

@@ -2,7 +2,9 @@
 
 import shutil
 from pathlib import Path
+from typing import cast
 
+from safetensors.torch import load_model
 from torch import nn
 
 from flower_desloc.app.config import ConfigError, parse
@@ -14,7 +16,7 @@ from flower_desloc.app.runs.summary import build
 from flower_desloc.app.tasks import Task, build_task
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import digest, install
-from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, last_checkpoint
 
 
 def export(source: Path, folder: Path | None = None) -> Path:
@@ -50,6 +52,36 @@ def averaged_model(checkpoint: Checkpoint) -> tuple[Task, nn.Module]:
     for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
         install(model, checkpoint.averages[name])
     return task, model
+
+
+def final_model(run: RunFolder) -> nn.Module:
+    """Return the model in ``final/``, on the CPU.
+
+    Raises ``CheckpointError`` if there is none, or if the task wrote it in a format of its own.
+    """
+    if not run.final.is_dir():
+        raise CheckpointError(
+            f"{run.path} has no checkpoint and no final/: the run is not complete, and "
+            "run.checkpoint_every says when it writes a checkpoint"
+        )
+    model = build_task(parse(run.config.read_text(encoding="utf-8"))).build_model()
+    from transformers import PreTrainedModel  # it takes seconds
+
+    from flower_desloc.app.tasks.quiet import quiet
+
+    try:
+        if not isinstance(model, PreTrainedModel):
+            load_model(model, run.final / "model.safetensors")
+            return model
+        with quiet():
+            loaded, report = type(model).from_pretrained(
+                run.final, use_safetensors=True, dtype=model.dtype, output_loading_info=True
+            )
+    except Exception as error:
+        raise CheckpointError(f"{run.final}: cannot be loaded ({one_line(error)})") from error
+    if missing := sorted(report["missing_keys"]):  # drawn at random
+        raise CheckpointError(f"{run.final}: lacks {', '.join(missing[:3])}")
+    return cast(nn.Module, loaded)
 
 
 def _write(run: RunFolder, file: Path, folder: Path) -> None:

@@ -6,14 +6,17 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+from light_task import Light
 from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.app import compare, load_run, run
 from flower_desloc.app.config import ConfigError
+from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.engines import notebook
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.core.streams import digest, parameters
+from flower_desloc.flower.checkpoint import CheckpointError
 
 SHORT = [*TINY, "run.steps=4", "run.eval_every=2", "sync.params=2", "simulation.num_clients=2"]
 
@@ -46,6 +49,17 @@ def test_the_tables_are_those_of_the_files(result, folder):
 
 def test_the_model_is_that_of_the_run(result):
     assert digest(parameters(result.model())) == summary(result.folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize("task", [TEXT, f"{Light.__module__}:Light"])
+def test_the_model_of_a_run_without_checkpoints_is_that_in_final(task, tmp_path):
+    (tmp_path / "any.yaml").write_text(f"extends: quickstart\ntask: {task}\n")
+    words = [*SHORT, "run.checkpoint_every=0"]
+    whole = load_run(train(tmp_path, *words, config=str(tmp_path / "any.yaml")))
+    assert digest(parameters(whole.model())) == summary(whole.folder)["weights_sha256"]
+    shutil.move(whole.folder / "final", tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="has no checkpoint and no final/"):
+        whole.model()
 
 
 def test_runs_are_compared_and_shown(result, folder):
