@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from logging import INFO
 from math import isfinite
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.runs.folder import RunFolder, read_lines, read_summary, replaced
@@ -16,7 +16,9 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
 
-_ABOUT = "best.json"
+ABOUT = "best.json"
+"""Says which model is in its folder."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,29 @@ class KeepBest(RoundHook):
         facts = {"metric": f"{self._criterion.where}/{self._criterion.metric}"}
         with replaced(self._best) as partial:
             self._save(partial)
-            (partial / _ABOUT).write_text(
+            (partial / ABOUT).write_text(
                 json.dumps(facts | {"value": self._value, "step": self._step}, indent=2) + "\n"
             )
 
     def _take_back(self, last: int) -> None:
         """Restore the best model of a run that resumes after the step ``last``."""
-        if _step_of(self._best) not in range(last + 1):
-            shutil.rmtree(self._best, ignore_errors=True)
-            if _step_of(self._former) in range(last + 1):
-                self._former.rename(self._best)
+        steps = {path: _step_of(path) for path in (self._best, self._former)}
+        kept = best_up_to(last, steps)
+        for other in steps.keys() - {kept}:
+            shutil.rmtree(other, ignore_errors=True)
+        if kept == self._former:
+            self._former.rename(self._best)
+
+
+def best_up_to(last: int, steps: Mapping[T, int]) -> T | None:
+    """Return which of the models that were kept was the best up to the step ``last``: the latest.
+
+    ``steps`` has the step of each. None if there is none.
+    """
+    known = [each for each, step in steps.items() if step in range(last + 1)]
+    return max(known, key=steps.__getitem__, default=None)
 
 
 def _step_of(folder: Path) -> int:
     """Return the step of a model that was kept; -1 if there is none."""
-    return int(read_summary(folder / _ABOUT).get("step", -1))
+    return int(read_summary(folder / ABOUT).get("step", -1))

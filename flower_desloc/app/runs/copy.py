@@ -2,22 +2,30 @@
 
 In object stores (``s3``, ``gs``, ``abfs``, ``hf``) a file is there whole or not at all. Elsewhere
 (``file``, ``sftp``, ``smb``) a part of it may be there after a crash, which a resumed run finds by
-the checkpoint's checksums. A checkpoint is copied after the record of its windows, and
-``summary.json`` last: where it is, all is.
+the checkpoint's checksums. A checkpoint is copied after the record of its windows and the best
+model up to it, and ``summary.json`` last: where it is, all is.
+
+The run goes on meanwhile, and replaces and moves what it keeps. So each pass opens its checkpoints
+and best models first, as they are at one moment, and copies from the open files.
 """
 
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
 from logging import INFO
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from flower_desloc.app.config import ConfigError
+from flower_desloc.app.runs.best import ABOUT, best_up_to
 from flower_desloc.app.runs.folder import Line, RunFolder
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.core.client_info import ClientInfo
@@ -27,6 +35,8 @@ from flower_desloc.flower.observer import RunInfo
 
 _log = logging.getLogger(__name__)
 _CHECKPOINTS, _MARK = "checkpoints", "copy.json"
+_PARTIAL = ".partial"
+_Stamp = tuple[int, int, int]
 _PATIENCE = 60.0  # seconds between two lines of a run that has ended and is still copied
 
 
@@ -66,34 +76,69 @@ class Remote:
         except Exception as error:
             raise ConfigError(f"{self.text}: cannot be {what}: {error!r}") from error
 
+    def has(self, name: str) -> bool:
+        """Return whether a file or a folder is there."""
+        return bool(self.fs.exists(f"{self.root}/{name}"))
+
     def exists(self) -> bool:
         """Return whether a run is there."""
-        return bool(self.fs.exists(f"{self.root}/config.yaml"))
+        return self.has("config.yaml")
 
-    def mark(self) -> Mapping[str, str]:
+    def names(self) -> Iterator[str]:
+        """Yield the names of all files."""
+        self.fs.invalidate_cache()
+        for path in self.fs.find(self.root):
+            yield path.removeprefix(self.root).lstrip("/")
+
+    def mark(self) -> Mapping[str, Any]:
         """Return which run this is the copy of, and which start of its server writes it."""
-        path = f"{self.root}/{_MARK}"
-        return _mark(self.fs.cat_file(path)) if self.fs.exists(path) else {}
+        return self.json(_MARK)
 
-    def put(self, local: Path, name: str) -> None:
-        """Copy one file."""
+    def json(self, name: str) -> Mapping[str, Any]:
+        """Return the content of a small file; nothing without it."""
+        return _mapping(self.fs.cat_file(f"{self.root}/{name}")) if self.has(name) else {}
+
+    def put(self, source: BinaryIO, name: str) -> None:
+        """Copy one open file."""
         target = f"{self.root}/{name}"
         self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        source.seek(0)
         # Within a transaction, what is written appears at its end, where the backend can do that.
-        with self.fs.transaction, local.open("rb") as source, self.fs.open(target, "wb") as file:
+        with self.fs.transaction, self.fs.open(target, "wb") as file:
             shutil.copyfileobj(source, file, 2**24)
 
     def delete(self, name: str) -> None:
-        """Delete one file, if it is there."""
-        if self.fs.exists(path := f"{self.root}/{name}"):
-            self.fs.rm_file(path)
+        """Delete a file or a folder, if it is there."""
+        self.fs.invalidate_cache()  # another server may have written it
+        if self.has(name):
+            self.fs.rm(f"{self.root}/{name}", recursive=True)
 
     def checkpoints(self) -> list[str]:
         """Return the names of the checkpoints, oldest first."""
         path = f"{self.root}/{_CHECKPOINTS}"
         self.fs.invalidate_cache(path)  # not each backend's ``ls`` has an option for it
         listed = self.fs.ls(path, detail=False) if self.fs.exists(path) else []
-        return sorted(f"{_CHECKPOINTS}/{each.rpartition('/')[2]}" for each in listed)
+        names = (each.rpartition("/")[2] for each in listed)
+        return sorted(f"{_CHECKPOINTS}/{name}" for name in names if name.startswith("step-"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """The open files of a model that ``run.keep_best`` has kept, by their names in its folder."""
+
+    files: Mapping[str, BinaryIO]
+
+    @property
+    def step(self) -> int:
+        """The step it is of."""
+        about = self.files[ABOUT]
+        about.seek(0)
+        return _step_in(_mapping(about.read()))
+
+    @property
+    def stamp(self) -> _Stamp:
+        """Tells it from every other, whichever folder it is moved to."""
+        return _stamp(os.fstat(self.files[ABOUT].fileno()))
 
 
 class CopyView:
@@ -109,7 +154,9 @@ class CopyView:
         self._folder = folder
         where = f"{url}{folder.path.name}" if url.endswith("/") else f"{url}/{folder.path.name}"
         self._remote = Remote("run.copy_to", where)
-        self._copied: dict[str, tuple[int, int]] = {}
+        self._best, self._former = folder.best.name, folder.best_at_checkpoint.name
+        self._copied: dict[str, _Stamp] = {}
+        self._models: dict[str, _Stamp | None] = {}  # those in the copy's folders, if it is known
         self._wake, self._is_over, self._is_whole = threading.Event(), False, False
         with self._remote.asked("read"):
             self._require_ours(where)
@@ -175,47 +222,111 @@ class CopyView:
                     _log.warning("%s: another server writes it now", self._remote.text)
                     return
                 self._copy()
+                if is_last:
+                    self._put(self._folder.summary.name)
                 self._is_whole = is_last
             except Exception as error:  # each backend has its own
                 when = "the copy is incomplete" if is_last else "tried again after the next window"
                 _log.warning("%s: %r; %s", self._remote.text, error, when)
 
     def _copy(self) -> None:
-        # Listed first: the record that is read after that has the windows of these checkpoints.
-        checkpoints = sorted(self._names(f"{_CHECKPOINTS}/"), reverse=True)
-        summary = list(self._names("summary.json"))
-        others = [n for n in self._names() if n not in {*checkpoints, *summary}]
-        for name in (*others, *checkpoints, *summary):
-            self._put(name)
-        there = self._remote.checkpoints()
-        # A newer one is there before the last one goes: those that were listed may be gone.
-        kept = max((name for name in there if name in self._copied), default="")
-        for name in there:
-            if kept and name != kept and not (self._folder.path / name).exists():
-                self._remote.delete(name)
+        """Copy all but the summary.
 
-    def _names(self, begin: str = "") -> Iterator[str]:
+        A run that resumes from the copy at any moment finds the best model up to its checkpoint in
+        one of two folders, as it does in the run's own (``KeepBest``).
+        """
+        with ExitStack() as opened:
+            files = self._opened(opened)
+            # The record that is read after that has the windows of these checkpoints.
+            for name in self._names():
+                self._put(name)
+            checkpoints = sorted((n for n in files if n.startswith(_CHECKPOINTS)), reverse=True)
+            best, former = _model(files, self._best), _model(files, self._former)
+            last = _step_of(checkpoints[0]) if checkpoints else -1
+            needed = best_up_to(last, {each: each.step for each in (best, former) if each})
+            if needed and needed.stamp not in self._models.values():
+                self._put_model(needed, self._unneeded())
+            for name in checkpoints:
+                self._put(name, files[name])
+            for name in self._remote.checkpoints() if checkpoints else []:
+                if name not in files:
+                    self._remote.delete(name)
+            if needed and needed is not best:
+                self._put_model(needed, self._former)
+            if best:
+                self._put_model(best, self._best)
+            if best and needed is best:
+                self._delete_model(self._former)
+
+    def _opened(self, stack: ExitStack) -> Mapping[str, BinaryIO]:
+        """Return the files of the checkpoints and the best models at one moment, open."""
         root = self._folder.path
-        for path in sorted(root.rglob("*")):
-            name = path.relative_to(root).as_posix()
-            is_partial = name.endswith(".partial") or (
-                name.startswith(".") and not name.startswith(self._folder.best_at_checkpoint.name)
-            )
-            if path.is_file() and not is_partial and name.startswith(begin):
-                yield name
+        while True:  # until none is moved while they are opened, which takes milliseconds
+            with ExitStack() as opened, suppress(FileNotFoundError):
+                before = self._moving()
+                files = {name: opened.enter_context((root / name).open("rb")) for name in before}
+                if self._moving() == before:
+                    stack.push(opened.pop_all())
+                    return files
 
-    def _put(self, name: str) -> None:
-        path = self._folder.path / name
-        try:
-            found = path.stat()
-            stamp = found.st_size, found.st_mtime_ns
+    def _moving(self) -> dict[str, _Stamp]:
+        """Return the files that the run moves, replaces and deletes."""
+        folder = self._folder
+        models = (path.rglob("*") for path in (folder.best, folder.best_at_checkpoint))
+        paths = chain(Checkpoints(folder.checkpoints).all(), *models)
+        return {
+            path.relative_to(folder.path).as_posix(): _stamp(path.stat())
+            for path in paths
+            if path.is_file()
+        }
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the other files but the summary's."""
+        root = self._folder.path
+        apart = {_CHECKPOINTS, self._best, self._folder.summary.name}
+        for parent, folders, files in os.walk(root):
+            for names in (folders, files) if Path(parent) == root else ():
+                names[:] = [n for n in names if n not in apart and not n.startswith(".")]
+            for name in sorted(files):
+                path = Path(parent, name)
+                if path.is_file() and path.suffix != _PARTIAL:
+                    yield path.relative_to(root).as_posix()
+
+    def _put(self, name: str, file: BinaryIO | None = None) -> None:
+        """Copy a file if it is not yet copied as it is; ``file`` is it, if it is open."""
+        with ExitStack() as opened:
+            if file is None:
+                try:
+                    file = opened.enter_context((self._folder.path / name).open("rb"))
+                except FileNotFoundError:
+                    return  # deleted since it was listed
+            stamp = _stamp(os.fstat(file.fileno()))
             if self._copied.get(name) != stamp:
-                self._remote.put(path, name)
+                self._remote.put(file, name)
                 self._copied[name] = stamp
-        except FileNotFoundError:
-            if path.exists():
-                raise
-            # Deleted since it was listed: an old checkpoint, or a folder that was replaced.
+
+    def _unneeded(self) -> str:
+        """Return the folder whose model a run that resumes from the copy now would not take."""
+        there = self._remote.checkpoints()
+        last = _step_of(there[-1]) if there else -1
+        about = {each: self._remote.json(f"{each}/{ABOUT}") for each in (self._best, self._former)}
+        taken = best_up_to(last, {each: _step_in(found) for each, found in about.items()})
+        return self._former if taken == self._best else self._best
+
+    def _put_model(self, model: _Model, folder: str) -> None:
+        """Copy a model; without its ``best.json``, which is copied last, it is not there."""
+        if self._models.get(folder) == model.stamp:
+            return
+        self._delete_model(folder)
+        for name in sorted(model.files, key=lambda name: (name == ABOUT, name)):
+            self._remote.put(model.files[name], f"{folder}/{name}")
+        self._models[folder] = model.stamp
+
+    def _delete_model(self, folder: str) -> None:
+        if self._models.pop(folder, ()) is not None:  # as soon as a file is gone, it is no model
+            for name in (f"{folder}/{ABOUT}", folder):
+                self._remote.delete(name)
+        self._models[folder] = None
 
 
 def fetched(url: str, output_dir: Path) -> Path:
@@ -246,30 +357,49 @@ def fetched(url: str, output_dir: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with remote.asked(f"copied to {folder}"):
-            for path in remote.fs.find(remote.root):
-                target = partial / path.removeprefix(remote.root).lstrip("/")
+            for path in remote.names():
+                target = partial / path
                 if not target.resolve().is_relative_to(partial.resolve()):
                     raise ConfigError(f"{remote.text}: has a file outside of it, {path}")
                 target.parent.mkdir(parents=True, exist_ok=True)
-                remote.fs.get_file(path, str(target))
+                remote.fs.get_file(f"{remote.root}/{path}", str(target))
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def _local_mark(folder: Path) -> Mapping[str, str]:
+def _local_mark(folder: Path) -> Mapping[str, Any]:
     """Return what ``copy.json`` in a run's folder says; nothing without one."""
     path = folder / _MARK
-    return _mark(path.read_bytes()) if path.is_file() else {}
+    return _mapping(path.read_bytes()) if path.is_file() else {}
 
 
-def _mark(data: bytes) -> Mapping[str, str]:
+def _mapping(data: bytes) -> Mapping[str, Any]:
     try:
         found = json.loads(data)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _model(files: Mapping[str, BinaryIO], folder: str) -> _Model | None:
+    begin = f"{folder}/"
+    found = {name.removeprefix(begin): f for name, f in files.items() if name.startswith(begin)}
+    return _Model(found) if ABOUT in found else None
+
+
+def _step_in(about: Mapping[str, Any]) -> int:
+    """Return the step in a ``best.json``; -1 without one."""
+    return int(about.get("step", -1))
+
+
+def _step_of(checkpoint: str) -> int:
+    return int(Path(checkpoint).stem.rpartition("-")[2])
+
+
+def _stamp(found: os.stat_result) -> _Stamp:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _is_behind(folder: Path, remote: Remote) -> bool:

@@ -1,10 +1,13 @@
 """`run.keep_best` and `run.patience`, also where a run is resumed."""
 
 import json
-from collections.abc import Sequence
+import random
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from light_task import Light
 from safetensors.torch import load_file
@@ -13,6 +16,7 @@ from tiny import failing_at, summary, train
 from flower_desloc.app import load_run
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.runs.best import Criterion, KeepBest
+from flower_desloc.app.runs.copy import CopyView
 from flower_desloc.app.runs.folder import RunFolder, read_lines
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.core.streams import digest, parameters
@@ -53,14 +57,17 @@ class Server:
         for step in range(self.checkpoint + 1, len(losses)):
             if self.hook.finished:
                 return step
-            self.step, record = step, record_of(step, losses[step])
-            self.folder.append_metrics(to_line(record))
-            self.hook.window(record)
+            self.window(step, losses[step])
             if step == killed_in:  # between the hook and the checkpoint
                 break
             if step % 3 == 0:
                 self.checkpoint = step
         return len(losses)
+
+    def window(self, step: int, loss: float) -> None:
+        self.step, record = step, record_of(step, loss)
+        self.folder.append_metrics(to_line(record))
+        self.hook.window(record)
 
     def kept(self) -> tuple[int, float]:
         about = json.loads((self.folder.best / "best.json").read_text())
@@ -90,6 +97,67 @@ def test_a_run_that_resumes_from_its_checkpoint_has_the_best_of_what_it_then_fin
     others = [*seen, *(loss + 0.25 for loss in LOSSES[after + 1 :])]
     resumed.run(others)
     assert resumed.kept() == (others.index(min(others)), min(others))
+
+
+def test_a_run_that_resumes_from_an_earlier_checkpoint_forgets_later_models(tmp_path):
+    Server(tmp_path).run(LOSSES)
+    others = (3.0, 2.5, 4.0, 4.0, 4.0)
+    Server(tmp_path, resume=0).run(others)
+    assert Server(tmp_path, resume=3).kept() == (1, 2.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_has_the_best_model_up_to_its_last_checkpoint_at_every_moment(seed, tmp_path):
+    """However many windows end while one file is copied, and wherever the copy breaks off."""
+    store, root = fsspec.filesystem("memory"), f"/best-{seed}/a"
+    draw = random.Random(seed)
+    losses = [draw.random() * 0.9**step for step in range(40)]
+    server, steps = Server(tmp_path / "a"), iter(range(40))
+    view = CopyView(server.folder, f"memory:/{root.removesuffix('/a')}")
+
+    def go_on() -> bool:
+        if (step := next(steps, None)) is None:
+            return False
+        server.window(step, losses[step])
+        if step % draw.randint(1, 3) == 0:
+            server.checkpoint = step
+            server.folder.checkpoints.mkdir(exist_ok=True)
+            (server.folder.checkpoints / f"step-{step:08}.safetensors").write_text(str(step))
+            for old in Checkpoints(server.folder.checkpoints).all()[:-2]:
+                old.unlink()
+        return True
+
+    def check() -> None:
+        steps = [int(name[-20:-12]) for name in store.glob(f"{root}/checkpoints/*")]
+        if not steps:
+            return
+        at = tmp_path / "resumed"
+        shutil.rmtree(at, ignore_errors=True)
+        store.get(root, str(at), recursive=True)
+        best, value = Server(at, resume=max(steps)).kept()
+        assert value == losses[best] == min(losses[: max(steps) + 1])
+
+    def watched(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*what: object) -> None:
+            for _ in range(draw.choice([0, 0, 1, 4])):
+                go_on()
+            if draw.random() < 0.05:
+                raise OSError
+            change(*what)
+            check()
+
+        return changed
+
+    view._remote.put = watched(view._remote.put)  # type: ignore[method-assign]
+    view._remote.delete = watched(view._remote.delete)  # type: ignore[method-assign]
+    while go_on():
+        try:
+            view._copy()
+        except OSError:
+            view._models.clear()  # as for another start of the server
+    assert not list(steps)
+    check()
+    view.finish(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("patience", "windows"), [(1, 3), (2, 6), (3, 7)])

@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import pytest
@@ -44,8 +45,9 @@ def copied(store) -> dict[str, bytes]:
     return {path.removeprefix(root): store.cat_file(path) for path in store.find(root)}
 
 
-def test_the_copy_of_a_run_is_its_folder(store, tmp_path):
-    folder = train(tmp_path, *SHORT, *COPIED)
+def test_the_copy_of_a_run_is_its_folder(store, tmp_path, caplog):
+    folder = train(tmp_path, *SHORT, *COPIED, "run.eval_every=2", "run.keep_best=loss")
+    assert "run.copy_to" not in caplog.text
     assert copied(store) == files(folder)
     assert {"summary.json", "metrics.jsonl", "final/model.safetensors"} <= copied(store).keys()
     assert len([name for name in copied(store) if name.startswith("checkpoints/")]) == 2
@@ -68,10 +70,10 @@ def test_a_run_goes_on_from_its_copy_and_ends_with_the_same_weights(store, tmp_p
 def test_what_cannot_be_copied_now_is_copied_later(store, tmp_path, monkeypatch, caplog):
     put, failures = copy.Remote.put, iter(range(3))
 
-    def fails_thrice(self: copy.Remote, local: Path, name: str) -> None:
+    def fails_thrice(self: copy.Remote, source: BinaryIO, name: str) -> None:
         if name not in AT_THE_START and next(failures, None) is not None:
             raise OSError("no route to host")
-        put(self, local, name)
+        put(self, source, name)
 
     monkeypatch.setattr(copy.Remote, "put", fails_thrice)
     folder = train(tmp_path, *SHORT, *COPIED)
@@ -82,10 +84,10 @@ def test_what_cannot_be_copied_now_is_copied_later(store, tmp_path, monkeypatch,
 def test_a_run_ends_as_ever_where_nothing_can_be_copied(store, tmp_path, monkeypatch, caplog):
     put = copy.Remote.put
 
-    def fails(self: copy.Remote, local: Path, name: str) -> None:
+    def fails(self: copy.Remote, source: BinaryIO, name: str) -> None:
         if name not in AT_THE_START:
             raise OSError("no route to host")
-        put(self, local, name)
+        put(self, source, name)
 
     monkeypatch.setattr(copy.Remote, "put", fails)
     assert summary(train(tmp_path, *SHORT, *COPIED))["status"] == "completed"
@@ -176,11 +178,11 @@ def test_checkpoints_that_go_while_others_are_copied_cost_no_checkpoint(store, t
     assert len(there) == 2
     put = view._remote.put
 
-    def late(local: Path, name: str) -> None:
+    def late(source: BinaryIO, name: str) -> None:
         if name == "metrics.jsonl":  # two windows end meanwhile
             for number, path in enumerate(checkpoints):
                 path.rename(path.with_name(f"step-0000000{8 + number}.safetensors"))
-        put(local, name)
+        put(source, name)
 
     view._remote.put = late  # type: ignore[method-assign]
     with (folder / "metrics.jsonl").open("a") as file:
@@ -221,11 +223,12 @@ def test_it_is_the_same_in_s3(tmp_path, monkeypatch):
     try:
         fs = fsspec.filesystem("s3", skip_instance_cache=True)
         fs.mkdir("models")
-        whole = summary(train(tmp_path / "whole", *SHORT))["weights_sha256"]
+        short = (*SHORT, "run.eval_every=2", "run.keep_best=loss")
+        whole = summary(train(tmp_path / "whole", *short))["weights_sha256"]
+        short += ("run.copy_to=s3://models/runs",)
         with failing_at(3):
-            train(tmp_path / "cut", *SHORT, "run.copy_to=s3://models/runs")
-        resumed = (*SHORT, "run.copy_to=s3://models/runs", "run.resume=s3://models/runs/a")
-        folder = train(tmp_path / "new", *resumed)
+            train(tmp_path / "cut", *short)
+        folder = train(tmp_path / "new", *short, "run.resume=s3://models/runs/a")
         fs.invalidate_cache()
         there = {path.removeprefix("models/runs/a/") for path in fs.find("models/runs/a")}
         assert there == files(folder).keys()
