@@ -147,6 +147,6 @@ def last_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path}: no such file or folder")
     if not files:
         raise CheckpointError(
-            f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"
+            f"{path} has no checkpoint; give the folder of a run that has some, or one of them"
         )
     return files[-1]

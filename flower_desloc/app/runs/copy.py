@@ -146,11 +146,12 @@ class CopyView:
 
     A file that cannot be copied is said, and tried again after the next window. ``copy.json``, in
     the folder and its copy, says which run it is and which start of its server writes it: one that
-    another server has resumed is left to that server. Raises ``ConfigError`` where nothing can be
-    written, where another run is, and where the copy has got further than the folder.
+    another server has resumed is left to that server. With ``anew``, a copy that cannot be resumed,
+    as it has no checkpoint, is replaced. Raises ``ConfigError`` where nothing can be written, where
+    another run is, and where the copy has got further than the folder.
     """
 
-    def __init__(self, folder: RunFolder, url: str) -> None:
+    def __init__(self, folder: RunFolder, url: str, *, anew: bool = False) -> None:
         self._folder = folder
         where = f"{url}{folder.path.name}" if url.endswith("/") else f"{url}/{folder.path.name}"
         self._remote = Remote("run.copy_to", where)
@@ -159,7 +160,7 @@ class CopyView:
         self._models: dict[str, _Stamp | None] = {}  # those in the copy's folders, if it is known
         self._wake, self._is_over, self._is_whole = threading.Event(), False, False
         with self._remote.asked("read"):
-            self._require_ours(where)
+            replaces = self._replaces(where, anew=anew)
         known = _local_mark(folder.path)
         self._mark = {
             "run": known.get("run", secrets.token_hex(8)),
@@ -168,24 +169,35 @@ class CopyView:
         (folder.path / _MARK).write_text(json.dumps(self._mark) + "\n", encoding="utf-8")
         with self._remote.asked("written"):
             self._put(_MARK)  # first: from here on no other server writes
-            self._remote.delete("summary.json")  # of the attempt that is resumed
+            for name in [*self._remote.names()] if replaces else ["summary.json"]:
+                if name != _MARK:  # the summary of the attempt that is resumed, or all of a run
+                    self._remote.delete(name)
             self._put("config.yaml")
         self._thread = threading.Thread(target=self._run, name="run.copy_to", daemon=True)
         self._thread.start()
 
-    def _require_ours(self, where: str) -> None:
+    def _replaces(self, where: str, *, anew: bool) -> bool:
+        """Return whether another run is there, which this one replaces."""
         remote = self._remote
         known, there = _local_mark(self._folder.path), remote.mark()
         if remote.exists() and (not known or known.get("run") != there.get("run")):
-            raise ConfigError(
-                f"{remote.text}: another run is there; resume it with run.resume={where}, or give "
-                "this one another run.name"
-            )
+            other = f"{remote.text}: another run is there; "
+            name = "give this one another run.name"
+            if remote.checkpoints():
+                raise ConfigError(f"{other}resume it with run.resume={where}, or {name}")
+            if remote.has(self._folder.final.name):
+                raise ConfigError(f"{other}{name}")
+            if not anew:
+                raise ConfigError(
+                    f"{other}it has no checkpoint: replace it with run.resume=auto, or {name}"
+                )
+            return True
         if _is_behind(self._folder.path, remote):
             raise ConfigError(
                 f"{remote.text}: the copy has got further than {self._folder.path}; delete that "
                 f"folder, and resume with run.resume={where}"
             )
+        return False
 
     def started(self, run: RunInfo) -> None:
         """Do nothing: there is no window yet."""
@@ -353,6 +365,9 @@ def fetched(url: str, output_dir: Path) -> Path:
                     f"{remote.text}: has got further than {folder}; delete that folder"
                 )
             return folder
+        if not remote.checkpoints():
+            anew = "" if remote.has("final") else "; run.resume=auto begins it anew"
+            raise ConfigError(f"{remote.text}: the run there has no checkpoint{anew}")
     partial = folder.with_name(f".{name}-fetched")
     shutil.rmtree(partial, ignore_errors=True)
     try:

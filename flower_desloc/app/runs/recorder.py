@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Self, TextIO
 
 from flower_desloc.app.config import Config, dump
+from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.runs.copy import CopyView
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.app.runs.prometheus import PrometheusView
@@ -61,7 +62,7 @@ class RunRecorder(Observer):
         for name in dict.fromkeys(config.run.trackers):
             self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
         if url := config.run.copy_to:  # the last: it copies what the others write
-            self._views.append(CopyView(folder, url))
+            self._views.append(CopyView(folder, url, anew=config.run.resume == AUTO))
 
     def started(self, run: RunInfo) -> None:
         """Keep what is known of the run."""

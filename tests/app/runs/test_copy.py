@@ -104,6 +104,24 @@ def test_another_run_is_not_written_over(store, tmp_path):
     assert copied(store) == before
 
 
+def test_a_copy_without_a_checkpoint_is_no_run_to_resume(store, tmp_path):
+    with failing_at(0):
+        train(tmp_path / "one", *SHORT, *COPIED)
+    store.pipe_file("/bucket/models/a/best/model.safetensors", b"its own")
+    with pytest.raises(ConfigError, match=r"has no checkpoint: replace it with run.resume=auto"):
+        train(tmp_path / "two", *SHORT, *COPIED)
+    with pytest.raises(ConfigError, match=r"has no checkpoint; run.resume=auto begins it anew"):
+        train(tmp_path / "two", *SHORT, *COPIED, f"run.resume={URL}/a")
+    folder = train(tmp_path / "two", *SHORT, *COPIED, "run.resume=auto", "run.checkpoint_every=0")
+    assert folder == tmp_path / "two" / "a"
+    assert copied(store) == files(folder)
+    with pytest.raises(ConfigError, match=r"another run is there; give this one another run.name"):
+        train(tmp_path / "three", *SHORT, *COPIED, "run.resume=auto")
+    with pytest.raises(ConfigError, match=r"the run there has no checkpoint$"):
+        train(tmp_path / "three", *SHORT, *COPIED, f"run.resume={URL}/a")
+    assert copied(store) == files(folder)
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
@@ -226,8 +244,10 @@ def test_it_is_the_same_in_s3(tmp_path, monkeypatch):
         short = (*SHORT, "run.eval_every=2", "run.keep_best=loss")
         whole = summary(train(tmp_path / "whole", *short))["weights_sha256"]
         short += ("run.copy_to=s3://models/runs",)
+        with failing_at(0):
+            train(tmp_path / "lost", *short)
         with failing_at(3):
-            train(tmp_path / "cut", *short)
+            train(tmp_path / "cut", *short, "run.resume=auto")
         folder = train(tmp_path / "new", *short, "run.resume=s3://models/runs/a")
         fs.invalidate_cache()
         there = {path.removeprefix("models/runs/a/") for path in fs.find("models/runs/a")}
