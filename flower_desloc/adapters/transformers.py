@@ -3,9 +3,10 @@
 One call of ``trainer.train()`` lasts for all windows that a process serves. It runs in a thread of
 its own (``flower_desloc.adapters.turns``) that waits in ``on_step_begin`` until the client goes on,
 so that optimizer, scheduler, gradient scaler, data loader and trackers stay as they are. At the end
-of each window the client's state file gets what the streams do not hold: the states of scheduler,
-scaler, random generators and ``TrainerState``. A Trainer that is not at the step of a window, in a
-new process or after other clients', is resumed there by ``train(resume_from_checkpoint=...)``.
+of each window the client's state file gets what the streams do not hold: the settings of the
+optimizer's groups, and the states of scheduler, scaler, random generators and ``TrainerState``. A
+Trainer that is not at the step of a window, in a new process or after other clients', is resumed
+there by ``train(resume_from_checkpoint=...)``.
 """
 
 import dataclasses
@@ -93,8 +94,8 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._first_random = self._random = get_random_state()
         self._epoch_random = self._first_random
         """From which the order of the epoch is drawn."""
-        self._is_resumed_here = False
-        self._first_schedule: dict[str, Any] | None = None
+        self._is_beginning = self._is_resumed_here = False
+        self._first: dict[str, Any] | None = None
         self._turns: Turns | None = None
         self._loop_state: Mapping[str, Any] = {}
         self._resumed: dict[str, Any] | None = None
@@ -143,13 +144,10 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Return what ``open`` needs to resume from here in another process."""
         trainer, self._random = self.trainer, get_random_state()
         fields = {f.name: getattr(trainer.state, f.name) for f in dataclasses.fields(TrainerState)}
-        scaler = trainer.accelerator.scaler
         saved = {
-            "step": self.step_count,
+            **self._settings(self.step_count),
             "random": self._random,
             "epoch_random": self._epoch_random,
-            "schedule": trainer.lr_scheduler.state_dict(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
             "state": json.dumps(fields | {"log_history": []}),  # which grows
         }
         self._loop_state = packed(saved)
@@ -162,26 +160,12 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # In the Trainer's thread
 
-    def on_train_begin(  # noqa: D102
-        self, *_: Any, optimizer: Any, lr_scheduler: Any, **_more: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, optimizer: Any, **_more: Any) -> None:  # noqa: D102
         if getattr(optimizer, "optimizer", optimizer) is not self.worker.optimizer:
             raise ValueError(
                 "the Trainer trains by another optimizer than the one it had before: let its "
                 "create_optimizer() return self.optimizer where there is one"
             )
-        is_first = self._first_schedule is None
-        if is_first:
-            self._first_schedule = deepcopy(lr_scheduler.state_dict())
-        if is_first and self.step_count == 0:
-            return
-        saved = self._resumed
-        lr_scheduler.load_state_dict(saved["schedule"] if saved else self._first_schedule)
-        for group, rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-        _advance(lr_scheduler, self.step_count - (saved["step"] if saved else 0))
-        if saved and saved["scaler"]:
-            self.trainer.accelerator.scaler.load_state_dict(saved["scaler"])
 
     def on_epoch_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
         if self._is_resumed_here and self._resumed:
@@ -191,6 +175,11 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def on_step_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
         assert self._turns is not None
+        if self._is_beginning:  # restore here, where the settings were taken
+            self._is_beginning = False
+            if self._first is None:
+                self._first = deepcopy(self._settings(0))
+            self._restore(deepcopy(self._resumed or self._first))
         self._turns.pause()
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: D102
@@ -209,7 +198,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _restart(self, step: int, loop_state: Mapping[str, Any]) -> None:
         """Let the Trainer begin ``train`` again, after ``step`` steps of the federation."""
         self.end()
-        self.step_count, self._loop_state = step, loop_state
+        self.step_count, self._loop_state, self._is_beginning = step, loop_state, True
         self._resumed = saved = unpacked(loop_state)
         self._is_resumed_here = saved is not None and saved["step"] == step
         set_random_state(self._first_random)  # its seed is that of the order of the data
@@ -232,6 +221,28 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         state.save_to_json(str(folder / TRAINER_STATE_NAME))
         save_file({}, folder / SAFE_WEIGHTS_NAME)
         return str(folder)
+
+    def _settings(self, step: int) -> dict[str, Any]:
+        """Return what the Trainer's steps change and no stream holds, after ``step`` of them."""
+        scaler = self.trainer.accelerator.scaler
+        groups = self.worker.optimizer.param_groups
+        return {
+            "step": step,
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+            "schedule": self.trainer.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+
+    def _restore(self, settings: dict[str, Any]) -> None:
+        """Set what ``_settings`` has returned, and go on to the present step."""
+        trainer = self.trainer
+        groups = self.worker.optimizer.param_groups
+        for group, values in zip(groups, settings["groups"], strict=True):
+            group.update(values)
+        trainer.lr_scheduler.load_state_dict(settings["schedule"])
+        if settings["scaler"]:
+            trainer.accelerator.scaler.load_state_dict(settings["scaler"])
+        _advance(trainer.lr_scheduler, self.step_count - settings["step"])
 
     def _train(self, checkpoint: str | None) -> None:
         trainer = self.trainer

@@ -131,6 +131,31 @@ def test_and_has_the_same_order_where_it_is_drawn_from_the_global_generator(tmp_
     assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
 
 
+class Growing(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, *_: Any, optimizer: Any, **_more: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] += 0.1
+
+
+def test_every_setting_of_the_optimizer_goes_on_in_a_new_process(tmp_path):
+    """Betas that a scheduler changes, and what a callback changes at the beginning of a step."""
+
+    def build(config: Any, context: Context) -> Trainer:
+        trained = model()
+        optimizer = torch.optim.AdamW(trained.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS)
+        return Trainer(
+            trained,
+            TrainingArguments(**arguments(tmp_path)),
+            train_dataset=rows(0),
+            callbacks=[Growing()],
+            optimizers=(optimizer, schedule),
+        )
+
+    one = federated(new_process(build), tmp_path, RARELY, sync_bound=False)
+    assert_equal(one, alone(build))
+
+
 def test_a_trainer_that_replaces_its_optimizer_is_refused(tmp_path):
     class Replacing(Trainer):  # type: ignore[misc]  # transformers is not followed
         def create_optimizer(self) -> torch.optim.Optimizer:
