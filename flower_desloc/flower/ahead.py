@@ -19,6 +19,7 @@ from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.flower.window import ClientWindow, open_window
 from flower_desloc.flower.window_start import WindowStart
+from flower_desloc.optim.bounds import Ratios, WidestRatios
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Done:
 
     steps: StepMetrics
     seconds: float
+    ratios: Ratios
 
 
 class StepsAhead:
@@ -58,9 +60,11 @@ class StepsAhead:
         """Take the steps that are allowed, if any."""
         if self._which is None or self._worker is None or self._done is not None:
             return
-        began = time.perf_counter()
-        steps = self._worker.steps(self._which.start, self._which.stop, 0)
-        self._done = Done(steps, time.perf_counter() - began)
+        began, ratios = time.perf_counter(), WidestRatios(self._worker.optimizer)
+        with ratios.of_steps():
+            steps = self._worker.steps(self._which.start, self._which.stop, 0)
+        ratios.widen()
+        self._done = Done(steps, time.perf_counter() - began, ratios.now)
 
     def claim(self, which: FirstSteps, worker: Worker) -> Done | None:
         """Return what these steps measured if they are taken in ``worker``; forget any others."""
@@ -98,6 +102,7 @@ def delayed_window(
             window.begin(start)
         else:  # the worker is there already
             window.step, window.measured, window.seconds = merge_at, done.steps, done.seconds
+            start.ratios.add(done.ratios)
             window.events = [(step, act) for step, act in window.events if step >= merge_at]
         window.late = request.due if request.ahead else ()
 

@@ -80,6 +80,8 @@ class ClientState:
     """The start of the server (``WindowRequest.attempt``) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
+    ratios: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """The bounds of first moments by all decays so far (``flower_desloc.optim.bounds``)."""
     loop_state: Mapping[str, Any] = field(default_factory=dict)
     """What a training loop of the user's own keeps (``ClientWindow.loop_state``)."""
 

@@ -8,7 +8,7 @@ those of ``Worker.loss_at`` (``client_app``), or a training loop of the user's o
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -205,7 +205,8 @@ def open_window(
 
     # The local steps.
     try:
-        yield window
+        with start.ratios.of_steps() if request.sync_bound else nullcontext():
+            yield window
     finally:
         window.close()
     if window.step < window.stop:
@@ -254,6 +255,7 @@ def open_window(
         residuals=residuals,
         attempt=request.attempt,
         checkpoint=request.checkpoint,
+        ratios=start.ratios.to_json(),
         loop_state=window.loop_state,
     )
     files.write(state, for_resume=request.for_resume, unchanged=worker.rests)

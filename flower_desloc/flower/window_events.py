@@ -42,7 +42,7 @@ def window_events(
     if start.is_new and begin > max(resets, default=0):
         yield begin, partial(_join, worker, request, start, seed)
     elif request.sync_bound and any(map(starts_at_zero, start.averaged)):
-        yield begin, partial(_bound, worker, start.streams, start.averaged)
+        yield begin, partial(_bound, worker, start, start.streams)
     for part in parts_of(worker.optimizer):
         if begin_window := getattr(part, "begin_window", None):
             yield begin, partial(begin_window, begin)
@@ -77,11 +77,11 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
             taken = worker.take(seeded)
             seeds = {name: _mixed(taken[name], streams[name], seeded[name]) for name in seeded}
             worker.put(seeds)  # the optimizer has seeded all tensors of these states
-            _bound(worker, {**streams, **seeds}, start.averaged)
+            _bound(worker, start, {**streams, **seeds})
 
         seed(list(seeded), request.start, bound)
     else:
-        _bound(worker, streams, start.averaged)
+        _bound(worker, start, streams)
 
 
 def _mixed(some: Stream, others: Stream, keys: Collection[str]) -> dict[str, Tensor]:
@@ -89,9 +89,11 @@ def _mixed(some: Stream, others: Stream, keys: Collection[str]) -> dict[str, Ten
     return {key: some[key] if key in keys else tensor for key, tensor in others.items()}
 
 
-def _bound(worker: Worker, streams: Streams, averaged: Collection[str]) -> None:
+def _bound(worker: Worker, start: WindowStart, streams: Streams) -> None:
     """Bound first moments by the second ones, after an average of either."""
-    if within := bounded(worker.module, worker.optimizer, streams, averaged):
+    start.ratios.widen()
+    ratios = start.ratios.now
+    if within := bounded(worker.module, worker.optimizer, streams, start.averaged, ratios):
         worker.put(within)
 
 
@@ -112,7 +114,9 @@ def _merge(worker: Worker, request: WindowRequest, start: WindowStart) -> None:
     }
     if request.sync_bound:
         after = {**worker.take(request.versions), **streams}
-        streams |= bounded(worker.module, worker.optimizer, after, averages)
+        start.ratios.widen()
+        ratios = start.ratios.now
+        streams |= bounded(worker.module, worker.optimizer, after, averages, ratios)
     worker.put(streams)
 
 

@@ -15,6 +15,7 @@ from flower_desloc.flower.compression import decoded, references
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.flower.tensor_file import DamagedFileError
+from flower_desloc.optim.bounds import WidestRatios
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class WindowStart:
     references: Streams
     residuals: Streams
     """What compression keeps (``flower_desloc.flower.compression``)."""
+    ratios: WidestRatios
+    """By which first moments are bounded."""
     loop_state: Mapping[str, Any]
     """What a training loop of the user's own has kept."""
 
@@ -95,6 +98,7 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
         },
         references=references(request, state, received) if request.compression else {},
         residuals=dict(state.residuals) if state and request.compression else {},
+        ratios=WidestRatios(worker.optimizer, state.ratios if state else None),
         loop_state=state.loop_state if state else {},
     )
 

@@ -1,7 +1,8 @@
 """Bound of a first moment by the worker's own second moment."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from flower_desloc.core.states import states_by_group
 from flower_desloc.core.streams import group_of
 from flower_desloc.core.types import Stream
 
+Ratios = dict[str, dict[int, float | None]]
 
-def moment_ratios(optimizer: Optimizer) -> dict[str, dict[int, float | None]]:
+
+def moment_ratios(optimizer: Optimizer) -> Ratios:
     """Return the greatest |u| / sqrt(v) that any gradients can give each first moment u.
 
     Each has one value for every parameter group that has the moment, by the group's index; their
@@ -22,9 +25,9 @@ def moment_ratios(optimizer: Optimizer) -> dict[str, dict[int, float | None]]:
     equal betas of 0.95 it is 1. Averages of u and v together keep to it, by Jensen's inequality.
 
     Only for first moments that a step divides by sqrt(v) (``State.divided_by``), as Adam does; None
-    for beta1^2 >= beta2.
+    for beta1^2 >= beta2, and for beta2 = 1.
     """
-    ratios: dict[str, dict[int, float | None]] = {}
+    ratios: Ratios = {}
     groups = zip(optimizer.param_groups, states_by_group(optimizer), strict=True)
     for index, (group, states) in enumerate(groups):
         for name, state in states.items():
@@ -37,9 +40,56 @@ def moment_ratios(optimizer: Optimizer) -> dict[str, dict[int, float | None]]:
 
 
 def _ratio(beta1: float, beta2: float) -> float | None:
-    if beta1**2 >= beta2:
+    if beta1**2 >= beta2 or beta2 == 1:
         return None
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+class WidestRatios:
+    """The greatest ``moment_ratios`` that an optimizer has had, as betas may vary.
+
+    No gradients exceed them. A step with the ratio c makes of the greatest u^2 / v, r, a mean of r
+    and c^2: (beta1^2 / beta2) r + (1 - beta1^2 / beta2) c^2. Where a step had no ratio, there is
+    none any more.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, before: Mapping[str, Mapping[str, float | None]] | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self.now: Ratios = {
+            name: {int(index): ratio for index, ratio in ratios.items()}
+            for name, ratios in (before or {}).items()
+        }
+        """They, as far as the optimizer was seen."""
+
+    def widen(self, *_: object) -> None:
+        """Take up those of the present betas."""
+        self.add(moment_ratios(self._optimizer))
+
+    def add(self, other: Ratios) -> None:
+        """Take up those of other steps of the optimizer."""
+        self.now = {
+            name: {i: _wider(c, self.now.get(name, {}).get(i, c)) for i, c in ratios.items()}
+            for name, ratios in other.items()
+        }
+
+    @contextmanager
+    def of_steps(self) -> Iterator[None]:
+        """Look at the betas of each step in this context."""
+        hook = self._optimizer.register_step_post_hook(self.widen)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def to_json(self) -> dict[str, dict[str, float | None]]:
+        """Return what another one can take up (``before``)."""
+        return {name: {str(i): c for i, c in ratios.items()} for name, ratios in self.now.items()}
+
+
+def _wider(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)
 
 
 def unsuited(module: nn.Module, optimizer: Optimizer) -> set[str]:
@@ -64,6 +114,7 @@ def bounded(
     optimizer: Optimizer,
     streams: Mapping[str, Stream],
     averaged: Collection[str],
+    ratios: Ratios,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the first moments with each value moved to at most its ratio times sqrt(v) from zero.
 
@@ -72,10 +123,10 @@ def bounded(
     """
     groups, by_group = group_of(module, optimizer), states_by_group(optimizer)
     result: dict[str, dict[str, Tensor]] = {}
-    for name, ratios in moment_ratios(optimizer).items():
+    for name, of_groups in ratios.items():
         for key, u in streams.get(name, {}).items():  # {}: all its parameters are frozen
             index = groups[key]
-            ratio = ratios.get(index)
+            ratio = of_groups.get(index)
             second = by_group[index][name].divided_by if ratio is not None else ""
             if ratio is not None and (name in averaged or second in averaged):
                 stream = result.setdefault(name, dict(streams[name]))

@@ -152,8 +152,7 @@ def test_every_setting_of_the_optimizer_goes_on_in_a_new_process(tmp_path):
             optimizers=(optimizer, schedule),
         )
 
-    one = federated(new_process(build), tmp_path, RARELY, sync_bound=False)
-    assert_equal(one, alone(build))
+    assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
 
 
 def test_a_trainer_that_replaces_its_optimizer_is_refused(tmp_path):

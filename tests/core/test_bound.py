@@ -1,5 +1,9 @@
 """An average of Adam's u is bounded by what a worker's own v allows (`sync_bound`)."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from federation import BOUNDED, LINEAR, OPTIMIZERS, OneSided, Tensors, assert_close, assert_same
@@ -13,7 +17,7 @@ from flower_desloc import SyncSchedule
 from flower_desloc.app.config import load
 from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import ADOPT, Adam
-from flower_desloc.optim.bounds import moment_ratios
+from flower_desloc.optim.bounds import WidestRatios, moment_ratios
 
 
 def after(gradients: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor, float]:
@@ -36,6 +40,64 @@ def test_no_gradients_exceed_the_ratio(steps, beta1, beta2, seed):
     gradients = torch.randn(steps, 7, generator=draw, dtype=torch.float64)
     u, v, ratio = after(gradients, (beta1, beta2))
     assert (u.abs() <= ratio * v.sqrt() * (1 + 1e-9)).all()
+
+
+beta_pairs = st.tuples(st.floats(0, 0.99), st.floats(0.5, 0.9999)).filter(
+    lambda betas: betas[0] ** 2 < 0.999 * betas[1]
+)
+
+
+@given(st.lists(beta_pairs, min_size=1, max_size=30), beta_pairs, st.integers(0, 2**31))
+def test_no_gradients_exceed_the_widest_of_ratios_that_vary(pairs, constant, seed):
+    """In each group its own; and it is kept over a break."""
+    params = [nn.Parameter(torch.zeros(7, dtype=torch.float64)) for _ in range(2)]
+    adam = torch.optim.Adam([{"params": [p]} for p in params], betas=constant)
+    [ratio] = {*moment_ratios(adam)["exp_avg"].values()}
+    draw = torch.Generator().manual_seed(seed)
+    seen = WidestRatios(adam)
+    for betas in pairs:
+        adam.param_groups[0]["betas"] = betas
+        params[0].grad = torch.randn(7, generator=draw, dtype=torch.float64)
+        params[1].grad = params[0].grad.clone()
+        with seen.of_steps():
+            adam.step()
+        adam.param_groups[0]["betas"] = constant
+        seen = WidestRatios(adam, seen.to_json())
+        seen.widen()
+        for p, c in zip(params, seen.now["exp_avg"].values(), strict=True):
+            u, v = adam.state[p]["exp_avg"], adam.state[p]["exp_avg_sq"]
+            assert c is not None
+            assert (u.abs() <= c * v.sqrt() * (1 + 1e-9)).all()
+    assert seen.now["exp_avg"][1] == ratio
+
+
+class OnceZero(torch.optim.Adam):
+    """Has a beta1 of zero in its fifth step alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        counts = {int(state["step"]) for state in self.state.values()}
+        for group in self.param_groups:
+            group["betas"] = (0.0 if counts == {4} else 0.9, 0.95)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("period", "delay"), [(1, 0), (2, 0), (4, 2)])
+def test_betas_that_vary_do_not_bound_a_client_on_its_own(period, delay, tmp_path):
+    """Each message has a new optimizer; or the fifth step is taken while the streams travel."""
+    case = replace(OPTIMIZERS["adam"], make=lambda p: OnceZero(p, lr=0.05, betas=(0.9, 0.95)))
+
+    def states(folder: Path, bound: bool) -> Any:
+        run = Run(case, (period,), folder, num_clients=1, sync_delay=delay, sync_bound=bound)
+        if delay:
+
+            def take_steps(_: Any, reply: Any) -> Any:
+                run.app.take_steps_ahead()
+                return reply
+
+            run.grid.meddle, run.keep_workers = take_steps, True
+        return run.start()
+
+    assert_same(states(tmp_path / "a", bound=True), states(tmp_path / "b", bound=False))
 
 
 @pytest.mark.parametrize("betas", [(0.95, 0.95), (0.9, 0.999), (0.95, 0.99)])
