@@ -272,6 +272,11 @@ def _check(trainer: Trainer) -> None:
         raise ValueError(
             "set neftune_noise_alpha=None: a Trainer that begins anew would add its noise again"
         )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "set ignore_data_skip=False: a Trainer that begins anew would take the first batches "
+            "again"
+        )
     if args.load_best_model_at_end:
         raise ValueError(
             "set load_best_model_at_end=False: it replaces the model by the best of this client"

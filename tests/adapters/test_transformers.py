@@ -301,10 +301,11 @@ def fail(control: Any) -> None:
             "the Trainer ends after 5 steps, and this window after 6: set max_steps",
         ),
         ({"load_best_model_at_end": True}, "set load_best_model_at_end=False"),
+        ({"ignore_data_skip": True}, "set ignore_data_skip=False"),
     ],
-    ids=["error", "callback", "max_steps", "best"],
+    ids=["error", "callback", "max_steps", "best", "skip"],
 )
-def test_what_ends_a_trainer_early_is_an_error_that_says_so(change, words, tmp_path):
+def test_what_a_client_cannot_train_with_is_an_error_that_says_so(change, words, tmp_path):
     begin = change.pop("begin", None)
     callbacks = [Events(begin, at=3)] if begin else []
     if "load_best_model_at_end" in change:
