@@ -4,9 +4,9 @@ One call of ``trainer.train()`` lasts for all windows that a process serves. It 
 its own (``flower_desloc.adapters.turns``) that waits in ``on_step_begin`` until the client goes on,
 so that optimizer, scheduler, gradient scaler, data loader and trackers stay as they are. At the end
 of each window the client's state file gets what the streams do not hold: the settings of the
-optimizer's groups, and the states of scheduler, scaler, random generators and ``TrainerState``. A
-Trainer that is not at the step of a window, in a new process or after other clients', is resumed
-there by ``train(resume_from_checkpoint=...)``.
+optimizer's groups, and the states of scheduler, scaler, callbacks, random generators and
+``TrainerState``. A Trainer that is not at the step of a window, in a new process or after other
+clients', is resumed there by ``train(resume_from_checkpoint=...)``.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ from flower_desloc.flower.messages import Settings
 try:
     from transformers import Trainer, TrainerCallback, TrainerState
     from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState
     from transformers.utils import SAFE_WEIGHTS_NAME
 except ImportError as error:
     raise ImportError(f"{error}; {to_install('transformers')}") from error
@@ -101,7 +102,8 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._resumed: dict[str, Any] | None = None
         self._stop = self._logged = 0  # steps
         self._losses: list[Tensor | float] = []
-        trainer.add_callback(self)
+        # First: after restore_callback_states_from_checkpoint the others come in another order.
+        trainer.callback_handler.callbacks.insert(0, self)
         self.worker = _worker_of(trainer)
 
     def open(self, start: int, stop: int, loop_state: Mapping[str, Any]) -> None:
@@ -231,6 +233,10 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
             "schedule": self.trainer.lr_scheduler.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
+            "callbacks": [
+                (type(each).__name__, each.state().get("attributes", {}))
+                for each in self._stateful_callbacks()
+            ],
         }
 
     def _restore(self, settings: dict[str, Any]) -> None:
@@ -242,7 +248,18 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         trainer.lr_scheduler.load_state_dict(settings["schedule"])
         if settings["scaler"]:
             trainer.accelerator.scaler.load_state_dict(settings["scaler"])
+        states: dict[str, list[dict[str, Any]]] = {}  # several may be of one class
+        for name, attributes in settings["callbacks"]:
+            states.setdefault(name, []).append(attributes)
+        for each in self._stateful_callbacks():
+            if of_class := states.get(type(each).__name__):
+                for attribute, value in of_class.pop(0).items():
+                    setattr(each, attribute, value)
         _advance(trainer.lr_scheduler, self.step_count - settings["step"])
+
+    def _stateful_callbacks(self) -> list[Any]:
+        callbacks = self.trainer.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
 
     def _train(self, checkpoint: str | None) -> None:
         trainer = self.trainer

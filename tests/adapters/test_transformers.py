@@ -26,6 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 from flower_desloc import (
     Checkpoint,
@@ -131,22 +132,31 @@ def test_and_has_the_same_order_where_it_is_drawn_from_the_global_generator(tmp_
     assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
 
 
-class Growing(TrainerCallback):  # type: ignore[misc]
+class Growing(TrainerCallback, ExportableState):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.decay = 0.0
+
     def on_step_begin(self, *_: Any, optimizer: Any, **_more: Any) -> None:
+        self.decay += 0.1
         for group in optimizer.param_groups:
-            group["weight_decay"] += 0.1
+            group["weight_decay"] += self.decay
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"decay": self.decay}}
 
 
-def test_every_setting_of_the_optimizer_goes_on_in_a_new_process(tmp_path):
-    """Betas that a scheduler changes, and what a callback changes at the beginning of a step."""
+@pytest.mark.parametrize("restores", [False, True])
+def test_every_setting_of_the_optimizer_goes_on_in_a_new_process(restores, tmp_path):
+    """Betas that a scheduler changes, and what a callback with a state changes."""
 
     def build(config: Any, context: Context) -> Trainer:
         trained = model()
+        args = arguments(tmp_path, restore_callback_states_from_checkpoint=restores)
         optimizer = torch.optim.AdamW(trained.parameters())
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS)
         return Trainer(
             trained,
-            TrainingArguments(**arguments(tmp_path)),
+            TrainingArguments(**args),
             train_dataset=rows(0),
             callbacks=[Growing()],
             optimizers=(optimizer, schedule),
