@@ -96,6 +96,8 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._epoch_random = self._first_random
         """From which the order of the epoch is drawn."""
         self._is_beginning = self._is_resumed_here = False
+        self._has_short_epoch = False
+        """Whether an epoch had fewer steps than those from which ``train`` counts epochs."""
         self._first: dict[str, Any] | None = None
         self._turns: Turns | None = None
         self._loop_state: Mapping[str, Any] = {}
@@ -150,6 +152,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
             **self._settings(self.step_count),
             "random": self._random,
             "epoch_random": self._epoch_random,
+            "has_short_epoch": self._has_short_epoch,
             "state": json.dumps(fields | {"log_history": []}),  # which grows
         }
         self._loop_state = packed(saved)
@@ -174,6 +177,10 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
             set_random_state(self._resumed["epoch_random"])
         self._is_resumed_here = False
         self._epoch_random = get_random_state()
+
+    def on_epoch_end(self, _args: Any, state: Any, *_: Any, **_more: Any) -> None:  # noqa: D102
+        if state.epoch % 1 and state.global_step < state.max_steps:
+            self._has_short_epoch = True
 
     def on_step_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
         assert self._turns is not None
@@ -202,6 +209,13 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.end()
         self.step_count, self._loop_state, self._is_beginning = step, loop_state, True
         self._resumed = saved = unpacked(loop_state)
+        if saved and saved["has_short_epoch"]:
+            raise ValueError(
+                f"after step {step} a Trainer that begins anew cannot find its place in the data: "
+                "an epoch had fewer steps than their length says, or than max_steps where they "
+                "have none; let no callback end an epoch, and give an IterableDataset a __len__"
+            )
+        self._has_short_epoch = False
         self._is_resumed_here = saved is not None and saved["step"] == step
         set_random_state(self._first_random)  # its seed is that of the order of the data
         with TemporaryDirectory() as folder:

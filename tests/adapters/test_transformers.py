@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from trainers import ABSENCES, DESYNCED, EVERY_STEP, RARELY, STEPS, assert_equal
 from transformers import (
     GPT2Config,
@@ -163,6 +164,30 @@ def test_every_setting_of_the_optimizer_goes_on_in_a_new_process(restores, tmp_p
         )
 
     assert_equal(federated(new_process(build), tmp_path, RARELY), alone(build))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(rows(0))
+
+
+def stop_epoch(control: Any) -> None:
+    control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize("ends", ["data", "callback"])
+def test_a_new_process_does_not_begin_anew_with_data_of_which_an_epoch_ended_early(ends, tmp_path):
+    def build(config: Any, context: Context) -> Trainer:
+        args = TrainingArguments(**arguments(tmp_path, max_steps=STEPS + 3))
+        callbacks = [Events(stop_epoch, at=4)] if ends == "callback" else []
+        data = Stream() if ends == "data" else rows(0)
+        return Trainer(model(), args, train_dataset=data, callbacks=callbacks)
+
+    federated(TrainerClient(build), tmp_path / "one", RARELY)
+    with pytest.raises(FederationError, match="cannot find its place in the data"):
+        federated(new_process(build), tmp_path / "new", RARELY)
 
 
 def test_a_trainer_that_replaces_its_optimizer_is_refused(tmp_path):
