@@ -82,7 +82,7 @@ def test_a_comparison_shows_the_settings_in_which_runs_differ(result, folder):
     with pytest.raises(ValueError, match="give at least one run"):
         compare([])
     with pytest.raises(TypeError, match=r'such as "run\.steps=8"; got'):
-        run("quickstart", {"run.steps": 3})  # type: ignore[arg-type]
+        run("quickstart", {"run.steps": 3})
 
 
 def test_a_run_that_is_resumed_elsewhere_is_returned_from_its_own_folder(tmp_path):
