@@ -19,7 +19,7 @@ PAGES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"),
     *(
         f"research/{page}.md"
-        for page in ("README", "paper", "ladder", "theorem", "thin-links", "toy")
+        for page in ("README", "baseline", "paper", "ladder", "theorem", "thin-links", "toy")
     ),
 )
 cli.command = typer.main.get_command(cli.app)  # type: ignore[attr-defined]  # for mkdocs-click

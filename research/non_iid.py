@@ -40,6 +40,11 @@ from flower_desloc.app.study.study_file import read_study
 
 TARGETS = {"non_iid_digits": 0.9, "non_iid_fashion": 0.75}
 """Study by alpha -> the accuracy whose bytes are counted."""
+AXES = {
+    "non_iid_digits": ([0.1, 0.2, 0.5], (80, 100), (40, 100), [0.02, 0.05, 0.1, 0.2, 0.5]),
+    "non_iid_fashion": ([0.4, 0.5, 0.7, 1], (50, 90), (0, 100), [0.2, 0.5, 1, 2, 5, 10]),
+}
+"""Study by alpha -> ticks or limits of its figure's panels."""
 PRIVACY = "privacy"
 """The study by epsilon."""
 COLOURS = {
@@ -229,10 +234,11 @@ def picture(study: str) -> None:
         _panel(panel, found, name, of, COLOURS)
         if panel is not panels[0] and (legend := panel.get_legend()):
             legend.remove()
-    _logarithmic(panels[0], [0.1, 0.2, 0.5])
-    panels[1].set_ylim(80, 100)
-    panels[2].set_ylim(40, 100)
-    _logarithmic(panels[3], [0.02, 0.05, 0.1, 0.2, 0.5])
+    losses, accuracies, of_the_worst, megabytes = AXES[study]
+    _logarithmic(panels[0], losses)
+    panels[1].set_ylim(accuracies)
+    panels[2].set_ylim(of_the_worst)
+    _logarithmic(panels[3], megabytes)
     made.savefig(published(f"{study}.png"), dpi=100)
 
 
@@ -244,7 +250,7 @@ def picture_in_short() -> None:
     _panel(panels[0], found, "held-out loss", _mean_of(lambda run: run["loss"]), IN_SHORT)
     _panel(panels[1], found, *_megabytes(study), IN_SHORT)
     panels[1].get_legend().remove()  # type: ignore[union-attr]
-    _logarithmic(panels[1], [0.02, 0.05, 0.1, 0.2, 0.5])
+    _logarithmic(panels[1], AXES[study][-1])
     made.savefig(ROOT / "docs" / "images" / "non_iid.png", dpi=100)
 
 

@@ -179,8 +179,15 @@ FAIR = {
     "by domain": "fair_methods_by_domain",
     "IID, K = 64": "fair_methods_k64",
     "by domain, K = 64": "fair_methods_k64_by_domain",
+    "IID, 1.1M": "fair_methods_1m",
 }
 """Studies by what their data are."""
+MUON = {
+    "IID": "muon_iid",
+    "by domain": "muon_by_domain",
+    "by domain, K = 64": "muon_k64_by_domain",
+}
+"""The same of Muon."""
 
 
 def study_cells(study: str) -> list[dict[str, Any]]:
@@ -288,6 +295,6 @@ TABLES: dict[str, Draw] = {
     "fair_federated": federated,
     "fair_outer": outer_steps,
     "privacy_text": private_text,
-    "fair_muon": partial(methods, {"IID": "muon_iid", "by domain": "muon_by_domain"}, "AdamW"),
+    "fair_muon": partial(methods, MUON, "AdamW"),
     "wall_clock": clock,
 }

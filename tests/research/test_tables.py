@@ -46,7 +46,7 @@ def test_a_table_of_a_page_is_that_of_the_results(page, marker):
     assert between == draw.ON_PAGES[page, marker]().markdown
 
 
-@pytest.mark.parametrize("page", ["docs/explanation/measured.md", "research/README.md"])
+@pytest.mark.parametrize("page", ["docs/explanation/measured.md", "research/baseline.md"])
 def test_an_interval_of_a_page_is_in_a_table(page):
     number = r"[+-]\d+\.\d\d"
     text = (ROOT / page).read_text().replace("\N{MINUS SIGN}", "-")
