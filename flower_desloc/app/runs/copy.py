@@ -185,8 +185,8 @@ class CopyView:
             name = "give this one another run.name"
             if remote.checkpoints():
                 raise ConfigError(f"{other}resume it with run.resume={where}, or {name}")
-            if remote.has(self._folder.final.name):
-                raise ConfigError(f"{other}{name}")
+            if remote.has(self._folder.final.name) or remote.has(self._best):
+                raise ConfigError(f"{other}its model would be lost: {name}, or delete that folder")
             if not anew:
                 raise ConfigError(
                     f"{other}it has no checkpoint: replace it with run.resume=auto, or {name}"

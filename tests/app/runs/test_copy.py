@@ -108,6 +108,10 @@ def test_a_copy_without_a_checkpoint_is_no_run_to_resume(store, tmp_path):
     with failing_at(0):
         train(tmp_path / "one", *SHORT, *COPIED)
     store.pipe_file("/bucket/models/a/best/model.safetensors", b"its own")
+    with pytest.raises(ConfigError, match=r"its model would be lost: give this one another"):
+        train(tmp_path / "two", *SHORT, *COPIED, "run.resume=auto")
+    store.rm("/bucket/models/a/best", recursive=True)
+    store.pipe_file("/bucket/models/a/left.json", b"its own")
     with pytest.raises(ConfigError, match=r"has no checkpoint: replace it with run.resume=auto"):
         train(tmp_path / "two", *SHORT, *COPIED)
     with pytest.raises(ConfigError, match=r"has no checkpoint; run.resume=auto begins it anew"):
@@ -115,7 +119,7 @@ def test_a_copy_without_a_checkpoint_is_no_run_to_resume(store, tmp_path):
     folder = train(tmp_path / "two", *SHORT, *COPIED, "run.resume=auto", "run.checkpoint_every=0")
     assert folder == tmp_path / "two" / "a"
     assert copied(store) == files(folder)
-    with pytest.raises(ConfigError, match=r"another run is there; give this one another run.name"):
+    with pytest.raises(ConfigError, match=r"its model would be lost: give this one another"):
         train(tmp_path / "three", *SHORT, *COPIED, "run.resume=auto")
     with pytest.raises(ConfigError, match=r"the run there has no checkpoint$"):
         train(tmp_path / "three", *SHORT, *COPIED, f"run.resume={URL}/a")
