@@ -185,6 +185,7 @@ FAIR = {
 MUON = {
     "IID": "muon_iid",
     "by domain": "muon_by_domain",
+    "IID, K = 64": "muon_k64",
     "by domain, K = 64": "muon_k64_by_domain",
 }
 """The same of Muon."""
