@@ -16,7 +16,7 @@ STEPS, WIDTH, LENGTH, ROWS = 48, 48, 64, 16
 
 
 class GPT(nn.Module):
-    """A language model of bytes: causal means of what came before, and a gated MLP, by block."""
+    """A byte-level language model: each block adds a causal mean and an MLP."""
 
     def __init__(self):
         super().__init__()

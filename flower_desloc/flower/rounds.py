@@ -265,15 +265,9 @@ class RoundLoop:
                 self._welcome()
             if (metrics := attempt()) is not None:
                 return metrics
-            log(
-                *(WARNING, "%s has fewer usable replies than federation.min_clients=%d: %s%s"),
-                *(
-                    self.round,
-                    self.policy.min_clients,
-                    self.round.left_out or "nobody was left out",
-                ),
-                self.members.silent,
-            )
+            least, left_out = self.policy.min_clients, self.round.left_out or "none left out"
+            text = "%s has fewer usable replies than federation.min_clients=%d: %s%s"
+            log(WARNING, text, self.round, least, left_out, self.members.silent)
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
         self._give_up()

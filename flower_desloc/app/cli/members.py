@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,8 +39,9 @@ def members(
     ejected one is not asked again, under any name, until it is invited again. What a site has sent
     stays in the run's record.
     """
-    from flower_desloc.app.config.yaml12 import read, values
+    from flower_desloc.app.config.yaml12 import YAMLError
     from flower_desloc.app.runs.folder import RunFolder, read_lines
+    from flower_desloc.app.runs.record import yaml_mapping
     from flower_desloc.app.runs.resume import completed
     from flower_desloc.app.runs.roster import Roster
 
@@ -64,11 +66,13 @@ def members(
     if not roster.sites:
         typer.echo("no site has come yet, and none is invited")
         return
-    text = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
-    least = ((values(read(text)) or {}).get("federation") or {}).get("min_clients", 1)
     able = sum(site.state in ("active", "invited") for site in roster.sites.values())
-    if able < least and not completed(run):
-        typer.echo(f"{able} can take part, and federation.min_clients={least}: the run waits")
+    # A run that has not begun has no configuration; what is wrong with one, a resume says.
+    with suppress(OSError, TypeError, KeyError, YAMLError):
+        config = yaml_mapping(run.config.read_text(encoding="utf-8"))
+        least = config["federation"]["min_clients"]
+        if able < least and not completed(run):
+            typer.echo(f"{able} can take part, and federation.min_clients={least}: the run waits")
 
 
 _STATES: "Mapping[Change, State]" = {
