@@ -130,8 +130,9 @@ def test_only_a_greeting_connects_for_nothing(tmp_path, monkeypatch, message_typ
     monkeypatch.setattr(at_site, "state_folder", lambda _: tmp_path)
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
     pems: dict[str, bytes] = dict.fromkeys(
-        ("authority", "certificate", "private-key", "key", "digest"), b""
+        ("authority", "certificate", "private-key", "digest"), b""
     )
+    pems["key"] = body.new_key()
     beside = ConfigRecord(
         {"address": free_address(), **pems, "arrays": b"[]", "get": "", "bundles": False}
     )

@@ -20,11 +20,14 @@ from pyarrow import flight
 from scripts import ROOT
 
 from flower_desloc.flower.flight import at_server, transfer
+from flower_desloc.flower.flight.body import digest, new_key, tag_of
 from flower_desloc.flower.flight.transfer import Parts, TensorClient, TensorServer, TransferError
 
 BODY = torch.randint(0, 256, (3_000_000,), generator=torch.Generator().manual_seed(0)).byte()
 DATA = BODY.numpy().tobytes()
 NODE, OTHER = 7, 8
+KEY = new_key()
+DIGEST = digest(KEY, [DATA])
 
 
 class Peers:
@@ -41,7 +44,7 @@ class Peers:
         return self.server.give(NODE, Parts([DATA[:1000], DATA[1000:]]))
 
     def take(self) -> str:
-        return self.server.take(NODE, len(DATA), lambda: Parts([self.memory]))
+        return self.server.take(NODE, len(DATA), lambda: Parts([self.memory], tag_of(KEY)))
 
 
 @pytest.fixture
@@ -54,7 +57,9 @@ def peers(monkeypatch) -> Iterator[Peers]:
 
 def got(client: TensorClient, ticket: str) -> bytes:
     memory = bytearray(len(DATA))
-    client.get(ticket, Parts([memory]))
+    parts = Parts([memory], tag_of(KEY))
+    client.get(ticket, parts)
+    assert parts.digest() == DIGEST
     return bytes(memory)
 
 
@@ -65,7 +70,7 @@ def test_what_is_given_and_taken_comes_whole(peers):
     arrival = peers.server.arrival(ticket)
     assert not arrival.is_set()
     peers.client().put(ticket, Parts([DATA[:5], b"", DATA[5:70_005], DATA[70_005:]]))
-    assert peers.server.taken(ticket) is not None
+    assert peers.server.taken(ticket).digest() == DIGEST
     assert arrival.is_set()
     assert peers.memory == DATA
 
@@ -241,7 +246,7 @@ def test_a_broken_transfer_continues_where_it_stopped(peers, direction, share):
         else:
             ticket = peers.take()
             client.put(ticket, Parts([DATA]))
-            assert peers.server.taken(ticket) is not None
+            assert peers.server.taken(ticket).digest() == DIGEST
             assert peers.memory == DATA
         assert len(relay.sockets) >= 4  # two connections
         client.close()
@@ -361,7 +366,7 @@ def test_a_site_that_is_killed_may_begin_again(peers, direction):
         assert got(peers.client(), ticket) == DATA
     else:
         peers.client().put(ticket, Parts([DATA]))
-        assert peers.server.taken(ticket) is not None
+        assert peers.server.taken(ticket).digest() == DIGEST
         assert peers.memory[len(DATA) // 2 :] == DATA[len(DATA) // 2 :]
 
 

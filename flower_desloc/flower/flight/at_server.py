@@ -152,15 +152,16 @@ class Carrier:
         tag, upload = record.get("digest"), opened.upload
         if not isinstance(tag, bytes):
             return 0
-        if upload is None or self._server.taken(opened.tickets[-1]) is None:
+        parts = self._server.taken(opened.tickets[-1]) if upload is not None else None
+        if upload is None or parts is None:
             raise ValueError("the tensors that it announced did not come whole")
         if records_of(ArrayRecord, reply.content):
             raise ValueError("it sent tensors both in its reply and beside it")
-        if not hmac.compare_digest(body.digest(upload.key, upload.data), tag):
+        if not hmac.compare_digest(parts.digest(), tag):
             raise ValueError("the tensors that came beside its reply have another digest")
         for name, arrays in body.records(upload.rows, upload.data).items():
             reply.content[name] = arrays
-        return sum(map(len, upload.data))
+        return parts.size
 
     def release(self, node: int) -> None:
         """Make the tickets of a node's request worthless."""
@@ -200,7 +201,7 @@ class Carrier:
 
         def memory() -> Parts:
             upload.data = body.mapped(upload.rows, self._folder)
-            return Parts(upload.data)
+            return Parts(upload.data, body.tag_of(upload.key))
 
         size = sum(row[-1] for row in upload.rows)
         record["put"] = self._server.take(node, size, memory)

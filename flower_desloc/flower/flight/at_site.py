@@ -67,9 +67,10 @@ def _fetched(record: ConfigRecord, folder: Path, *, tries: bool) -> dict[str, Ar
         return {}
     is_large = sum(row[-1] for row in rows) > _LARGE
     data = body.mapped(rows, folder) if is_large else body.memory(rows)
+    parts = Parts(data, body.tag_of(_value(record, "key", bytes)))
     try:
-        _client(record).get(_value(record, "get", str), Parts(data))
-        if body.digest(_value(record, "key", bytes), data) != record["digest"]:
+        _client(record).get(_value(record, "get", str), parts)
+        if parts.digest() != record["digest"]:
             raise TransferError("what came has another digest")
     except TransferError as error:
         _forget_client()

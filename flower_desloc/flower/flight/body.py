@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from flwr.app import Array, ArrayRecord
@@ -20,6 +20,9 @@ from flower_desloc.core.kinds import Kinds, kind_of
 from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import data_of, num_bytes, stated
 from flower_desloc.flower.internals import log
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 BY_MESSAGE: Final = "by-message"
 """In that record of a reply: why the arrays must travel in messages; empty: they need not."""
@@ -144,15 +147,20 @@ def new_key() -> bytes:
     return secrets.token_bytes(_KEY)
 
 
-def digest(key: bytes, parts: Iterable[Any]) -> bytes:
-    """Return the Poly1305 tag of the bytes in ``parts``.
+def tag_of(key: bytes) -> "Poly1305":
+    """Return what computes the digest of a body: its Poly1305 tag.
 
     The key is random, used for one body, and known to the two ends of a message only. Of what
     proves as much it costs least: 0.2 seconds for a gigabyte, BLAKE3 0.4 and SHA-256 0.7.
     """
     from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-    tag = Poly1305(key)
+    return Poly1305(key)
+
+
+def digest(key: bytes, parts: Iterable[Any]) -> bytes:
+    """Return the digest of the bytes in ``parts``."""
+    tag = tag_of(key)
     for part in parts:
         for begin in range(0, len(part), _HASHED):
             tag.update(part[begin : begin + _HASHED])

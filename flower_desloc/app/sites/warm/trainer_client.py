@@ -27,7 +27,6 @@ from flower_desloc.app.sites.supervisor import (
     start_module,
 )
 from flower_desloc.app.sites.warm.framing import receive, send
-from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import TaskIdentity
 from flower_desloc.flower.system import socket_folder
 
@@ -47,8 +46,8 @@ def forward(reference: str, message: Message, context: Context) -> Message:
     that was already there and dies is replaced, and the message is sent again: a window always
     starts from the state file.
     """
-    # Identifies the run and the code; a trainer is shared by messages with equal values.
-    run = _digest([reference, context.run_id, fingerprint(), sys.path])
+    # A trainer is shared by messages with equal values. A run's code is in a folder of its own.
+    run = _digest([reference, context.run_id, sys.path])
     node = [context.node_id, context.node_config.get("state-dir"), os.environ.get("FLWR_HOME")]
     path = _socket_folder() / f"{_digest(node)}.sock"
     with suppress(*_DISCONNECTED):  # there is none, or it ends because it serves another run
