@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from collect import MOMENTS, records, slug
-from paired import RESULTS, SPARE, Draw, Estimate, Run, Table, spread
+from paired import RESULTS, SPARE, Draw, Estimate, Run, Table, differences, spread
 
 from flower_desloc.app.plan.wall_clock import (
     MBIT,
@@ -227,14 +227,26 @@ def federated() -> Table:
 
 
 def private_text() -> Table:
-    """Return each method's loss on text, compared with Local Adam at the same epsilon."""
+    """Return each method's loss on text, compared with Local Adam at the same epsilon.
+
+    And how much more that is than without privacy: what privacy costs the method alone.
+    """
     rows, found = [], study_cells("privacy_text")
+    cells = {(one["epsilon"], one["method"]): dict(enumerate(one["scores"])) for one in found}
+
+    def above(epsilon: str, method: str) -> dict[int, float]:
+        return differences(cells[epsilon, method], cells[epsilon, "Local Adam"])
+
     for one in found:
-        local = next(other for other in found if other["epsilon"] == one["epsilon"])
-        row = [one["epsilon"], one["method"], f"{one['tuned']:.2g}", one["seeds"]]
-        rows.append([*row, f"{one['mean']:.4f}", "" if one is local else _above(one, local)])
-    heads = ["epsilon", "method", "rate", "seeds", "held-out loss"]
-    return Table([*heads, "loss above Local Adam, %"], rows)
+        epsilon, method = one["epsilon"], one["method"]
+        row = [epsilon, method, f"{one['tuned']:.2g}", one["seeds"], f"{one['mean']:.4f}"]
+        own, without = above(epsilon, method), above("none", method)
+        is_own, is_more = method != "Local Adam", epsilon != "none"
+        gap = Estimate.of(own.values()).interval if is_own else ""
+        more = Estimate.between(own, without).interval if is_own and is_more else ""
+        rows.append([*row, gap, more])
+    heads = ["epsilon", "method", "rate", "seeds", "held-out loss", "loss above Local Adam, %"]
+    return Table([*heads, "more than without privacy, points"], rows)
 
 
 def _above(one: Run, other: Run) -> str:
