@@ -122,4 +122,7 @@ def _text(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value of a record, or a list of such, as JSON can have it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     return value.hex() if isinstance(value, bytes) else value

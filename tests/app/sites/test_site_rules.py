@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import math
 import re
 import resource
 import stat
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from processes import output_of
 from scripts import ROOT
@@ -32,7 +34,7 @@ def site(monkeypatch):
 
     def have(**own):
         def grid(app, nodes, **options):
-            return InProcessGrid(app, [nodes[0], nodes[1] | own], **options)
+            return InProcessGrid(app, [nodes[0], nodes[1] | own, *nodes[2:]], **options)
 
         monkeypatch.setattr(in_process, "InProcessGrid", grid)
 
@@ -215,6 +217,46 @@ def test_a_site_records_what_it_was_asked_and_what_it_sent(site, tmp_path):
         assert sorted(streams) == sorted(window["bytes_up"])
         losses = window["clients"]["client-1"]["losses"]
         assert line["sent"]["metrics"]["losses"] == pytest.approx(losses)
+
+
+def test_a_site_records_also_what_it_gives_to_secure_sums(site, tmp_path):
+    log = tmp_path / "site.jsonl"
+    site(**{"audit-log": str(log)})
+    train(tmp_path, *SHORT, "privacy.secure_aggregation=true", clients=3)
+    found = [line for line in lines(log) if line["event"] != "received"]
+    assert {line["event"] for line in found} == {"answered"}
+    questions = [line for line in found if line["message"] == "query.secure"]
+    for start in (0, 4):  # of each window's four questions
+        asked = [line["asked"]["secure"] for line in questions[start : start + 4]]
+        assert [each["phase"] for each in asked] == ["keys", "shares", "confirm", "unmask"]
+        keys = dict(zip(asked[1]["names"], asked[1]["data"], strict=True))
+        assert keys["client-1"] == questions[start]["sent"]["secure"]["data"][0]
+        assert all(bytes.fromhex(each) for each in keys.values())
+
+
+def test_whatever_a_record_may_hold_is_written_as_json(tmp_path):
+    log = tmp_path / "site.jsonl"
+    set_task(run_id=3, node_id=1, task_id=1)
+    values: dict[str, Any] = {
+        "int": 2**62,
+        "float": 0.5,
+        "str": "é\n",
+        "bool": True,
+        "bytes": b"\0\xff",
+    }
+    lists = {f"{kind}s": [value, value] for kind, value in values.items()}
+    numbers: dict[str, Any] = {"nan": math.nan, "most": [math.inf, -math.inf, 1.0]}
+    config = ConfigRecord({**values, **lists, **numbers, "none": []})
+    records = RecordDict({"config": config, "metrics": MetricRecord({"loss": 1, **numbers})})
+    message = Message(records, dst_node_id=7, message_type="query.hello")
+    context = Context(1, 7, {"audit-log": str(log)}, RecordDict(), {})
+    audited(message, context, lambda message, _: Message(message.content, reply_to=message))
+    (line,) = lines(log)
+    assert line["asked"] == line["sent"]
+    nothing = {"nan": None, "most": [None, None, 1.0]}
+    assert line["sent"]["metrics"] == {"loss": 1, **nothing}
+    told = values | lists | {"bytes": "00ff", "bytess": ["00ff", "00ff"]}
+    assert line["sent"]["config"] == {**told, **nothing, "none": []}
 
 
 def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_leave(
