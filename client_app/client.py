@@ -1,5 +1,6 @@
 """The client: the task's model and data, trained by DES-LOC."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flwr.app import Context
@@ -17,6 +18,7 @@ from flower_desloc.flower.protection import OF_THE_APP
 
 if TYPE_CHECKING:
     from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
+    from flower_desloc.privacy.account import Account
 
 
 class WorkerBuilder:
@@ -29,13 +31,14 @@ class WorkerBuilder:
     def __init__(self) -> None:
         self.launcher: RankLauncher | None = None
         self._parts: tuple[tuple[object, ...], RunParts] | None = None
+        self._account: tuple[int, Account] | None = None  # of the last client, by its node's id
 
     def __call__(self, config: Settings, context: Context) -> Worker:
         """Return the worker of one client, in as many processes as its node config says.
 
         Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
         """
-        node = context.node_config
+        node, self._account = context.node_config, None
         check_keys(node)
         parts = self._parts_of(config, node)
         require_settings(parts.stated, node)
@@ -44,7 +47,9 @@ class WorkerBuilder:
         if is_private:
             from client_app.privacy import private_worker  # Opacus takes seconds to import
 
-            return private_worker(parts, context, str(config[RUN_KEY]), parallelism)
+            worker, account = private_worker(parts, context, str(config[RUN_KEY]), parallelism)
+            self._account = context.node_id, account
+            return worker
         if parallelism.processes == 1:
             return parts.single_worker(node)
         # Imported here: this takes a second, and most clients do without.
@@ -53,6 +58,11 @@ class WorkerBuilder:
 
         self.launcher = self.launcher or RankLauncher()
         return build_ranks_worker(parts, context, parallelism, self.launcher)
+
+    def spent(self, context: Context) -> dict[str, float]:
+        """Return what the run has spent of a client's privacy; empty if that is not known."""
+        node, account = self._account or (None, None)
+        return account.spent() if account is not None and node == context.node_id else {}
 
     def is_private(self) -> bool:
         """Return whether the configuration of the last run asks for differential privacy."""
@@ -69,5 +79,8 @@ class WorkerBuilder:
 make_importable()  # the greeting compares a task's code before it is imported
 build_worker = WorkerBuilder()
 app = client_app(
-    build_worker, [audited], carries_out=OF_THE_APP, is_private=build_worker.is_private
+    build_worker,
+    [partial(audited, spent=build_worker.spent)],
+    carries_out=OF_THE_APP,
+    is_private=build_worker.is_private,
 )

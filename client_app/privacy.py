@@ -26,8 +26,10 @@ from flower_desloc.privacy.ledger import Ledger
 from flower_desloc.privacy.worker import Examples, PrivateLoss, private
 
 
-def private_worker(parts: RunParts, context: Context, run: str, parallelism: Parallelism) -> Worker:
-    """Return the private worker of a client in the run of that name.
+def private_worker(
+    parts: RunParts, context: Context, run: str, parallelism: Parallelism
+) -> tuple[Worker, Account]:
+    """Return the private worker of a client in the run of that name, and its account.
 
     Raises ``SiteRefusedError`` for what privacy excludes, and where its budget is spent.
     """
@@ -80,7 +82,7 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
         max_grad_norm=stated.max_grad_norm,
         context=repr((run, config.run.seed, site.partition, *_computed_by(config))),
     )
-    return private(worker, loss)
+    return private(worker, loss), account
 
 
 def _computed_by(config: Config) -> tuple[object, ...]:

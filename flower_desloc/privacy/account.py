@@ -104,6 +104,16 @@ class Account:
                 self._ledger.append(self._run, query, answer, step)
         return given in (None, answer)
 
+    def spent(self) -> dict[str, float]:
+        """Return the steps that the run has taken so far, and their epsilon with its delta.
+
+        The delta is the site's, if it has a budget. The steps of one run are alike, so this takes a
+        moment; those of twenty runs together could take the accountant twenty seconds.
+        """
+        budget = self._budgets.get(None) or self._budgets[self._run]
+        steps, delta = self._ledger.steps(self._run), budget.delta
+        return {"steps": steps.total(), "epsilon": epsilon(steps, delta), "delta": delta}
+
     def _require_left(self, step: Step) -> None:
         """Raise ``SiteRefusedError`` if what is left does not suffice for a step."""
         planned = max(self._num_steps - self._ledger.steps(self._run).total(), 1)

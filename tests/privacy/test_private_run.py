@@ -77,6 +77,55 @@ def test_periods_cost_nothing_and_the_server_is_told_nothing_of_the_records(tmp_
     assert "federated" not in summary["evaluation"]
 
 
+def test_a_sites_audit_log_tells_what_the_run_has_spent_by_its_own_delta(tmp_path, monkeypatch):
+    by_delta = {1e-5: 1, 1e-6: 2}
+    monkeypatch.setattr(
+        accounting,
+        "_epsilon",
+        lambda steps, delta: by_delta[delta] * sum(n * s.sample_rate for s, n in steps),
+    )
+    own = {"name": "site-b", "epsilon": 1e3, "delta": 1e-6}
+
+    def grid(app, nodes, **options):
+        logs = [{"audit-log": str(tmp_path / f"{m}.jsonl")} for m in range(2)]
+        return InProcessGrid(app, [nodes[0] | logs[0], nodes[1] | logs[1] | own], **options)
+
+    monkeypatch.setattr(in_process, "InProcessGrid", grid)
+    for name in ("one", "two"):
+        words = ["run.steps=4", "privacy.epsilon=1000", f"run.name={name}"]
+        train(tmp_path, *SHORT, *PERIODS, *words)
+    for m, delta in enumerate(by_delta):
+        rate = ledgers(tmp_path)[f"client-{m}"][0]["sample_rate"]
+        log = [json.loads(line) for line in (tmp_path / f"{m}.jsonl").read_text().splitlines()]
+        told = [line["spent"] for line in log if "spent" in line]
+        assert told == [
+            {"steps": n, "epsilon": pytest.approx(by_delta[delta] * n * rate), "delta": delta}
+            for n in (2, 4, 2, 4)
+        ]
+        assert {line["message"] for line in log if "spent" in line} == {"train"}
+
+
+def test_an_audit_log_tells_also_what_a_failed_window_has_spent(tmp_path, monkeypatch):
+    log = tmp_path / "site.jsonl"
+
+    def grid(app, nodes, **options):
+        return InProcessGrid(app, [nodes[0], nodes[1] | {"audit-log": str(log)}], **options)
+
+    def failing(self, step):
+        if step == 1:
+            raise ValueError("the second step fails")
+        return private_loss(self, step)
+
+    private_loss = PrivateLoss.__call__
+    monkeypatch.setattr(in_process, "InProcessGrid", grid)
+    monkeypatch.setattr(PrivateLoss, "__call__", failing)
+    words = [*SHORT, *PERIODS, "privacy.epsilon=1", "federation.on_failure=continue"]
+    with pytest.raises(FederationError):
+        train(tmp_path, *words)
+    (line,) = [json.loads(x) for x in log.read_text().splitlines() if '"failed"' in x][:1]
+    assert line["spent"]["steps"] == 1
+
+
 def test_a_run_that_is_killed_and_resumed_spends_every_step_once(tmp_path):
     words = [*SHORT, *PERIODS, "privacy.epsilon=1"]
     with failing_at(3):

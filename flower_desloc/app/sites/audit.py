@@ -49,12 +49,16 @@ class AuditedClientApp(ClientApp):
 
 
 def audited(
-    message: Message, context: Context, call: Callable[[Message, Context], Message]
+    message: Message,
+    context: Context,
+    call: Callable[[Message, Context], Message],
+    spent: Callable[[Context], Mapping[str, float]] = lambda _: {},
 ) -> Message:
     """Flower mod: note what a message asked and what its reply has, where there is an audit log.
 
-    The line is on disk before the reply leaves. Raises ``OSError`` where it cannot be written: the
-    reply is then not sent.
+    After training it also notes what ``spent`` tells of the site's privacy. The line is on disk
+    before the reply leaves. Raises ``OSError`` where it cannot be written: the reply is then not
+    sent.
     """
     if AUDIT_LOG not in context.node_config:
         return call(message, context)
@@ -63,12 +67,12 @@ def audited(
     try:
         reply = call(message, context)
     except BaseException as error:
-        what = {"asked": asked, "error": _text(error)}
+        what = {"asked": asked, "error": _text(error), **_spent(message, context, spent)}
         note(context.node_config, message, "failed", what)
         raise
     sent = _content(reply.content) if reply.has_content() else {"error": str(reply.error)}
-    spent = _private_steps(context)
-    note(context.node_config, message, "answered", {"asked": asked, "sent": sent, **spent})
+    what = {"asked": asked, "sent": sent, **_spent(message, context, spent)}
+    note(context.node_config, message, "answered", what)
     return reply
 
 
@@ -95,12 +99,12 @@ def note(node: Mapping[str, Any], message: Message, event: str, what: Mapping[st
         raise raised from error
 
 
-def _private_steps(context: Context) -> dict[str, int]:
-    """Return the steps in the ledger of differential privacy, from which follows what is spent."""
-    from flower_desloc.flower.client_state import client_name, state_folder
-
-    ledger = state_folder(context) / "privacy" / f"{client_name(context)}.jsonl"
-    return {"private_steps": ledger.read_bytes().count(b"\n")} if ledger.is_file() else {}
+def _spent(
+    message: Message, context: Context, spent: Callable[[Context], Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return what the run has spent after training: only then is the accountant in memory."""
+    is_training = message.metadata.message_type.startswith("train")
+    return {"spent": told} if is_training and (told := spent(context)) else {}
 
 
 def _content(content: RecordDict) -> dict[str, Any]:
