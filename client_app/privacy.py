@@ -38,9 +38,11 @@ def private_worker(
     of_run = None if stated.epsilon is None else Budget(stated.epsilon, stated.delta)
     budget = of_run or of_site
     assert budget is not None
-    # A site may ask for what the run's configuration does not state.
+    # A site may ask for what the run's configuration does not state. The best model is that of the
+    # clients that evaluate.
+    asked = replace(stated, epsilon=budget.epsilon)
     try:
-        check(replace(config, privacy=replace(stated, epsilon=budget.epsilon)))
+        check(replace(config, privacy=asked, run=replace(config.run, keep_best="", patience=None)))
     except ConfigError as error:
         raise SiteRefusedError(str(error)) from error
     if parallelism.processes > 1:

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from flower_desloc.app.config import Config, ConfigError, dump, load_run_config
+from flower_desloc.app.config.check import why_not_evaluated
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.app.runs.best import KeepBest
@@ -197,7 +198,7 @@ def _strategy(
         "policy": config.federation,
         "seed": config.run.seed,
         "eval_every": config.run.eval_every,
-        "evaluate_clients": config.evaluation.federated,
+        "evaluate_clients": why_not_evaluated(config, "federated") is None,
     }
     saved: dict[str, Any] = {"checkpoints": checkpoints, "resume": resume}
     match config.strategy:

@@ -202,6 +202,11 @@ def test_what_privacy_excludes_is_refused_at_the_site(tmp_path, node, overrides,
         built(tmp_path, *overrides, **node)
 
 
+def test_a_site_with_a_budget_takes_part_where_the_best_model_is_that_of_the_clients(tmp_path):
+    words = ["run.keep_best=federated/loss", "run.patience=2"]
+    assert isinstance(built(tmp_path, *words, epsilon=1.0, delta=1e-5).loss_at, PrivateLoss)
+
+
 ONE_STEP = """
 import sys
 from test_private_run import SHORT, accounting, built

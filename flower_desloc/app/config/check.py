@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_desloc.app.config.errors import ConfigError
+from flower_desloc.app.config.metric import Named
 from flower_desloc.app.config.schema import AUTO, COLUMN, PARTITIONS, Config, Optimizer, ParamGroup
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.config.yaml12 import inline
@@ -46,6 +47,7 @@ USED_BY: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 
 CONDITIONAL: Final = (
     *USED_BY,
+    "evaluation.federated",
     *(f"optimizer.{f.name}" for f in dataclasses.fields(Optimizer) if f.name in OPTIMIZER_SETTINGS),
 )
 """Settings that only some values of others use."""
@@ -63,6 +65,8 @@ def why_unused(key: str, setting: Callable[[str], Any]) -> str | None:
     ``setting`` returns the value of any other setting.
     """
     section, _, name = key.partition(".")
+    if section == "evaluation":
+        return _why_clients_cannot(setting) if setting(key) else None
     if section == "optimizer":
         chosen = str(setting("optimizer.name"))
         if name in _fields_of(chosen):
@@ -88,6 +92,22 @@ def why_unused(key: str, setting: Callable[[str], Any]) -> str | None:
             return BY_GRADIENTS.why
     value = setting(of)
     return None if value in users else f"only {of}={' or '.join(users)} uses it, not {of}={value}"
+
+
+def why_not_evaluated(config: Config, where: str) -> str | None:
+    """Return why the model is not evaluated, ``central`` or ``federated``; None if it is."""
+    if where == "federated" and (why := _why_clients_cannot(lambda key: attrgetter(key)(config))):
+        return why
+    return None if getattr(config.evaluation, where) else f"needs evaluation.{where}=true"
+
+
+def _why_clients_cannot(setting: Callable[[str], Any]) -> str | None:
+    """Return why clients cannot tell how well the model does on their records; None: they can."""
+    if setting("privacy.secure_aggregation"):
+        return BY_SECURE_SUMS.why
+    if setting("privacy.epsilon") is not None:
+        return "with privacy.epsilon no client evaluates, as held-out records are not protected"
+    return None
 
 
 _SIMULATED: Final = "simulation.num_clients"
@@ -133,7 +153,7 @@ def check(config: Config, stated: Container[str] = ()) -> None:
     """
     of_all = (
         problems, _data, _options, lambda config: _unused(config, stated), _groups, _model, _run,
-        _outer, _lr_schedule, _excluded, _strategy, _sync, _compression,
+        _best, _outer, _lr_schedule, _excluded, _strategy, _sync, _compression,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
@@ -370,6 +390,20 @@ def _run(config: Config) -> Iterator[str]:
     for step, number in federation.attendance.items():
         if step >= run.steps:
             yield f"federation.attendance.{step}={number}: must be before {run.steps=}"
+
+
+def _best(config: Config) -> Iterator[str]:
+    stated, evaluation = config.run.keep_best, config.evaluation
+    if not stated:
+        return
+    named = Named.of(stated)
+    where = named.place(central=evaluation.central)
+    why, remedy = why_not_evaluated(config, where), ""
+    if where == "federated" and evaluation.federated:
+        on_server = f"run.keep_best={stated.replace('federated/', 'central/', 1)}"
+        remedy = f"; set {on_server if named.where else 'evaluation.central=true'}"
+    if why is not None:
+        yield f"run.keep_best={stated}: {why}{remedy}"
 
 
 def _outer(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from flower_desloc.app.config.check import why_not_evaluated
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.units import (
     TEXT,
@@ -120,7 +121,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
     )
     if config.is_desloc:
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
-        federated = config.evaluation.federated
+        federated = why_not_evaluated(config, "federated") is None
         down = traffic.download_bytes(schedule, sizes, needs.compressed, steps, federated=federated)
         yield f"and will receive {bytes_text(sum(down.values()))}"
     others = {"Local Adam": sum(uploads.local_adam.values()), "DDP": uploads.ddp}

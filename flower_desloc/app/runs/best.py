@@ -4,20 +4,24 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from logging import INFO
+from logging import INFO, WARNING
 from math import isfinite
 from pathlib import Path
 from typing import Self, TypeVar
 
 from flower_desloc.app.config import Config, ConfigError
+from flower_desloc.app.config.metric import Named, chooser
 from flower_desloc.app.runs.folder import RunFolder, read_lines, read_summary, replaced
-from flower_desloc.app.runs.metric import Named, chooser
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
 
 ABOUT = "best.json"
 """Says which model is in its folder."""
+_NO_EVALUATION = (
+    "no client has evaluated the initial model: while none does, as where sites have differential "
+    "privacy, run.keep_best and run.patience have no effect; set run.keep_best=central/..."
+)
 T = TypeVar("T")
 
 
@@ -34,12 +38,10 @@ class Criterion:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the criterion of a configuration; raises ``ConfigError`` if there is none."""
-        stated, evaluation = config.run.keep_best, config.evaluation
-        direction, where, metric = Named.of(stated)
-        where = where or ("central" if evaluation.central else "federated")
-        if not getattr(evaluation, where):
-            raise ConfigError(f"run.keep_best={stated}: needs evaluation.{where}=true")
-        better = chooser(direction)
+        stated = config.run.keep_best
+        named = Named.of(stated)
+        where, metric = named.place(central=config.evaluation.central), named.metric
+        better = chooser(named.direction)
         if better is None:
             raise ConfigError(
                 f"run.keep_best={stated}: whether more or less of {metric} is better is not known; "
@@ -111,6 +113,8 @@ class KeepBest(RoundHook):
         """Keep the model if it is the best so far."""
         evaluations = {"central": record.central, "federated": record.federated}
         if (evaluation := evaluations[self._criterion.where]) is None:
+            if record.step == 0:  # before training all evaluate that ever do
+                log(WARNING, _NO_EVALUATION)
             return
         if self._judge(record.step, evaluation.overall):
             self._keep()

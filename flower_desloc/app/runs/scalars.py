@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from statistics import fmean
 
+from flower_desloc.app.config.metric import ordered
 from flower_desloc.app.runs.folder import Line
-from flower_desloc.app.runs.metric import ordered
 
 Point = tuple[str, int, float]
 """Name, global step, value."""

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from flower_desloc import __version__
 from flower_desloc.app.config import Config
+from flower_desloc.app.config.check import why_not_evaluated
+from flower_desloc.app.config.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.app.runs.folder import Line, evaluations
-from flower_desloc.app.runs.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.core.client_info import OF_DATA, ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
@@ -180,7 +181,8 @@ def _bytes(
         uploads.add(line["start"], line["step"], len(line["clients"]))
     if config.is_desloc:
         step = windows[-1]["step"] if windows else 0
-        federated = status == "completed" and config.evaluation.federated
+        is_evaluated = why_not_evaluated(config, "federated") is None
+        federated = status == "completed" and is_evaluated
         down = download_bytes(schedule, sizes, compressed, step, federated=federated)
     else:  # clients keep no state: params are sent for every window and every evaluation
         times = len(windows) + len(evaluations(lines, "federated"))

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from flower_desloc.app.config import Config, units
 from flower_desloc.app.config.errors import one_line
+from flower_desloc.app.config.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.app.runs.folder import Line
-from flower_desloc.app.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.app.runs.summary import OTHER_METHODS
 from flower_desloc.core.client_info import ClientInfo

@@ -13,9 +13,9 @@ from typing import Any
 from xxhash import xxh3_128
 
 from flower_desloc.app.config import Config, load
+from flower_desloc.app.config.metric import Direction
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs.groups import flat
-from flower_desloc.app.runs.metric import Direction
 from flower_desloc.app.study.search import Search
 from flower_desloc.flower.fingerprint import code_of
 

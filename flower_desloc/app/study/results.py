@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from flower_desloc.app.config.metric import OF_LOSS, ordered
 from flower_desloc.app.config.units import bytes_text, duration_text, figures
 from flower_desloc.app.runs.groups import Spread
-from flower_desloc.app.runs.metric import OF_LOSS, ordered
 from flower_desloc.app.runs.paired import Estimate
 from flower_desloc.app.runs.summary import OTHER_METHODS
 from flower_desloc.app.study.cells import CellState

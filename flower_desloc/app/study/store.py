@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
 from flower_desloc.app.config import ConfigError, parse
+from flower_desloc.app.config.metric import ordered
 from flower_desloc.app.runs.folder import Line, RunFolder, evaluations, locked, read_lines
-from flower_desloc.app.runs.metric import ordered
 from flower_desloc.app.study.grid import ScoreSpec, StudyRun, Target, with_run
 
 OUTCOME: Final = "outcome.json"

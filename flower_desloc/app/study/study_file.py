@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_desloc.app.config import Config, ConfigError, yaml12
-from flower_desloc.app.config.check import NAME, check_clients
+from flower_desloc.app.config.check import NAME, check_clients, why_not_evaluated
 from flower_desloc.app.config.errors import one_line, suggestion
 from flower_desloc.app.config.load import unused
+from flower_desloc.app.config.metric import DIRECTIONS, Named
 from flower_desloc.app.config.overrides import override, split
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.runs.groups import flat
-from flower_desloc.app.runs.metric import DIRECTIONS, Named
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, Target
 from flower_desloc.app.study.search import Search
@@ -94,8 +94,8 @@ def _named_score(study: Study, option: str, text: str) -> ScoreSpec:
         )
     where = where or (study.score.where if study.score.where != "train" else "central")
     for cell in study.cells:
-        if not getattr(cell.load().evaluation, where):
-            raise ConfigError(f"{option} {text}: needs evaluation.{where}=true")
+        if why := why_not_evaluated(cell.load(), where):
+            raise ConfigError(f"{option} {text}: {why}")
     return replace(study.score, metric=metric, direction=direction, where=where)
 
 
@@ -127,9 +127,8 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
     _require_used(cells, "", overrides)
     score = _score(yaml12.values(values.get("score")))
     for cell in cells:
-        evaluation = cell.load().evaluation
-        if score.where != "train" and not getattr(evaluation, score.where):
-            raise ConfigError(f"score.where={score.where}: but evaluation.{score.where}=false")
+        if score.where != "train" and (why := why_not_evaluated(cell.load(), score.where)):
+            raise ConfigError(f"score.where={score.where}: {why}")
     study = Study(
         name=name,
         axes={axis: tuple(labels) for axis, labels in axes.items()},

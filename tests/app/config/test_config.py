@@ -20,7 +20,7 @@ from flower_desloc.app.config import (
     load_run_config,
     parse,
 )
-from flower_desloc.app.config.check import check_clients
+from flower_desloc.app.config.check import check_clients, why_not_evaluated
 from flower_desloc.app.config.overrides import override, split_arguments
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
@@ -543,6 +543,16 @@ ADVISED = [
             *("federation.norm_bound=5", "federation.min_steps=0.5", "compression.params=int8"),
         )
     ),
+    *(
+        ("quickstart", f"{privacy} {w}")
+        for privacy in ("privacy.secure_aggregation=true", "privacy.epsilon=1")
+        for w in (
+            *("evaluation.federated=true", "run.keep_best=federated/loss"),
+            *("run.keep_best=max:federated/f1", "evaluation.central=false run.keep_best=loss"),
+        )
+    ),
+    ("quickstart", "evaluation.central=false run.keep_best=central/loss"),
+    ("quickstart", "evaluation.federated=false run.keep_best=federated/loss"),
     *((preset, "privacy.secure_aggregation=true") for preset in ("fedavg", "ddp")),
     ("quickstart", "compression.momentum_buffer=int8"),
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
@@ -716,6 +726,16 @@ def test_a_sum_of_two_clients_is_refused_before_they_start():
         text = f"privacy.secure_aggregation=true simulation.num_clients={clients}"
         with pytest.raises(ConfigError, match="=2: ") if is_refused else nullcontext():
             check_clients(load("digits", text.split()))
+
+
+@pytest.mark.parametrize("private", ["privacy.secure_aggregation=true", "privacy.epsilon=1"])
+def test_a_private_run_has_no_evaluation_by_clients_and_defaults_and_false_may_stand(private):
+    for words in ("", "evaluation.federated=false", "run.keep_best=loss run.patience=2"):
+        config = load("quickstart", f"{private} {words}".strip())
+        assert parse(dump(config)) == config
+        assert why_not_evaluated(config, "federated") is not None
+        assert why_not_evaluated(config, "central") is None
+    assert why_not_evaluated(load("quickstart"), "federated") is None
 
 
 def test_text_that_cannot_hold_a_sequence_for_every_client_is_refused_by_its_size(tmp_path):

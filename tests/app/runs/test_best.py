@@ -197,6 +197,16 @@ def test_a_metric_that_cannot_be_compared_is_refused(words, said):
         Criterion.of(config_of(*words))
 
 
+def test_a_run_whose_clients_evaluate_nothing_says_that_none_of_its_models_is_the_best(
+    tmp_path, caplog
+):
+    words = ["run.keep_best=federated/loss"]
+    hook = KeepBest(config_of(*words), RunFolder(tmp_path), lambda _: None, lambda: -1)
+    for step in range(3):
+        hook.window(record_of(step, 1.0))  # evaluated on the server alone
+    assert [r.levelname for r in caplog.records if "run.keep_best" in r.getMessage()] == ["WARNING"]
+
+
 def test_a_metric_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match="no metric accuracy; it has loss"):
         Criterion.of(config_of("run.keep_best=accuracy")).value({"loss": 1.0})

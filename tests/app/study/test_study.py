@@ -202,7 +202,7 @@ axes: {K: {016: {config: desloc_sgdm, overrides: {sync: {params: 016}}}, no: "da
         ("sweep: {key: optimizer.lr, max_runs: 2}", "sweep.max_runs=2: at least 3"),
         ("sweep: {key: optimizer.lr, factor: 1}", "sweep.factor=1"),
         ("score: {where: elsewhere}", "score.where=elsewhere: must be one of central"),
-        ("base: [evaluation.central=false]", "score.where=central: but evaluation.central=false"),
+        ("base: [evaluation.central=false]", "score.where=central: needs evaluation.central=true"),
         ("base: 3", "base: a list of key=value"),
         ("base: [data.alpha=0.1]", "base: data.alpha: no cell uses it: only data.partition="),
         (

@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.app.config.metric import DIRECTIONS, ordered
 from flower_desloc.app.plan.wall_clock import REPORTED, Link
 from flower_desloc.app.runs.figures import style
 from flower_desloc.app.runs.figures.curves import Array, Curve, at, heldout, sent
 from flower_desloc.app.runs.groups import SeedGroup, grouped
-from flower_desloc.app.runs.metric import DIRECTIONS, ordered
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.app.runs.time_model import modelled
 

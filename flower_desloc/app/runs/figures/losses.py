@@ -7,6 +7,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.app.config.metric import metric_text
 from flower_desloc.app.runs.figures import measures, style
 from flower_desloc.app.runs.figures.curves import (
     common_metric,
@@ -16,7 +17,6 @@ from flower_desloc.app.runs.figures.curves import (
     reported,
 )
 from flower_desloc.app.runs.groups import Spread, grouped
-from flower_desloc.app.runs.metric import metric_text
 from flower_desloc.app.runs.record import RunRecord
 
 KINDS = {"central": "domain", "federated": "client"}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from flower_desloc.app.config.imports import is_path
+from flower_desloc.app.config.metric import metric_text
 from flower_desloc.app.config.units import bytes_text, figures, percent_text
 from flower_desloc.app.plan.wall_clock import MBIT, Link
 from flower_desloc.app.runs import figures as draw
@@ -14,7 +15,6 @@ from flower_desloc.app.runs.figures.losses import KINDS, worst_first
 from flower_desloc.app.runs.figures.partition import total_variation
 from flower_desloc.app.runs.figures.style import MAX_LINES
 from flower_desloc.app.runs.groups import COLOURS, grouped
-from flower_desloc.app.runs.metric import metric_text
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.app.runs.report import tables
 from flower_desloc.app.runs.report.tables import TextTable

@@ -8,12 +8,12 @@ from statistics import fmean
 from typing import get_args
 
 from flower_desloc.app.config import Config, dump, units
+from flower_desloc.app.config.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.app.plan.wall_clock import Link
 from flower_desloc.app.runs.figures.curves import common_metric
 from flower_desloc.app.runs.figures.losses import worst_first
 from flower_desloc.app.runs.folder import Line
 from flower_desloc.app.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
-from flower_desloc.app.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.app.runs.record import RunRecord, natural, yaml_mapping
 from flower_desloc.app.runs.summary import OTHER_METHODS
 from flower_desloc.app.runs.time_model import modelled

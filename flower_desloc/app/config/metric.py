@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple, Self, cast
 from flower_desloc.app.config import units
 
 Direction = Literal["min", "max"]
-_FORM: Final = re.compile(r"(?:(min|max):)?(?:(central|federated)/)?(.+)")
+_FORM: Final = re.compile(r"(?:(min|max):)?(?:(central|federated)/)?(.+)", re.DOTALL)
 
 DIRECTIONS: Final[dict[str, Direction]] = {
     "loss": "min",
@@ -37,6 +37,10 @@ class Named(NamedTuple):
         assert form, "any text that is not empty has this form"
         direction, where, metric = form.groups()
         return cls(cast(Direction | None, direction) or DIRECTIONS.get(metric), where, metric)
+
+    def place(self, *, central: bool) -> str:
+        """Return where it is measured, by default on the server if that evaluates."""
+        return self.where or ("central" if central else "federated")
 
 
 def ordered(names: Iterable[str]) -> list[str]:
