@@ -183,7 +183,8 @@ def _bytes(
         step = windows[-1]["step"] if windows else 0
         is_evaluated = why_not_evaluated(config, "federated") is None
         federated = status == "completed" and is_evaluated
-        down = download_bytes(schedule, sizes, compressed, step, federated=federated)
+        coded = sizes if config.privacy.secure_aggregation else compressed  # whose codes go up only
+        down = download_bytes(schedule, sizes, coded, step, federated=federated)
     else:  # clients keep no state: params are sent for every window and every evaluation
         times = len(windows) + len(evaluations(lines, "federated"))
         down = {**none, PARAMS: times * sizes[PARAMS]}

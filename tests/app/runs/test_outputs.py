@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import DOMAINS, PERIODS, a_config, a_run_info, record, windows_of
@@ -250,6 +251,19 @@ def test_the_summary_has_the_first_the_final_and_the_best_of_each_metric(tmp_pat
             "accuracy": {"first": 0.2, "final": 0.625, "best": 1 / 1.5} | steps,
         }
     }
+
+
+@pytest.mark.parametrize("private", ["privacy.secure_aggregation=true", "privacy.epsilon=3"])
+def test_a_private_run_has_the_counted_totals(private, tmp_path, monkeypatch):
+    if "epsilon" in private:
+        pytest.importorskip("opacus")
+        accountant = "flower_desloc.privacy.accounting._epsilon"  # which takes seconds
+        monkeypatch.setattr(accountant, lambda *_: 0.0)
+    words = ["run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4"]
+    run = tiny.train(tmp_path, *tiny.TINY, *words, private, clients=3)
+    counted = tiny.summary(run)["bytes"]
+    for way in ("up", "down"):
+        assert counted["measured"][way] == counted["analytic"][way]
 
 
 def test_other_methods_are_counted_with_the_clients_that_took_part(tmp_path):
