@@ -296,7 +296,7 @@ class SiteSum:
         history = hashed("history", keys[self.name].history, terms.steps)
         origins = self._stored.origins[self._run]
         origins[str(terms.stop)] = replace(origins[str(terms.stop)], history=history.hex())
-        self._save(replace(now, phase="masked"))
+        self._save(replace(now, phase="masked", seed="", mask="", channel=""))
         used = [(masks.seed_key(bytes.fromhex(now.seed), session), 1)]
         for name in sorted(now.held.keys() - {self.name}):
             private = bytes.fromhex(now.mask)
@@ -353,7 +353,7 @@ class SiteSum:
             for name, part in held.items()
         }
         kept = {name: part.hex() for name, part in given.items()}
-        self._save(replace(now, phase="given", seed="", mask="", channel="", held=kept))
+        self._save(replace(now, phase="given", held=kept))
         return given
 
     @_alone
