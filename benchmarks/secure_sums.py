@@ -91,7 +91,7 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
         for name, site in sites.items():
             server.add_shares(name, site.shares(keys))
         for name, site in sites.items():
-            site.receive(server.sealed_for(name), {}, None)
+            site.receive(server.sealed_for(name), {}, None, ())
         clock.note("agree")
 
         def coded(name: str) -> Iterator[Codes]:

@@ -254,6 +254,10 @@ class StateFiles:
                 path.unlink()
         return self.last()
 
+    def steps(self) -> set[int]:
+        """Return the steps after which there is a state."""
+        return {_step(path) for path in self._files()}
+
     def write(
         self, state: ClientState, *, for_resume: bool = True, unchanged: bool = False
     ) -> None:

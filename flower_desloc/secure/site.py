@@ -244,12 +244,17 @@ class SiteSum:
 
     @_alone
     def receive(
-        self, sealed: Mapping[str, bytes], averages: Mapping[str, str], state_step: int | None
+        self,
+        sealed: Mapping[str, bytes],
+        averages: Mapping[str, str],
+        state_step: int | None,
+        states: Collection[int],
     ) -> None:
         """Take the other sites' shares, before the local steps.
 
         ``averages`` are those that came with them, as in ``SumTerms.averages``; the caller has all
-        others of the sum in its state after ``state_step``, which is as in ``keys``.
+        others of the sum in its state after ``state_step``, which is as in ``keys``. ``states`` are
+        the steps of all states that it has; without one it begins from averages.
         """
         now, terms = self._at("shares", "received")
         origin = self._origin(state_step)
@@ -278,9 +283,9 @@ class SiteSum:
                 raise ValueError(f"{name!r} has sent no shares, but {len(part)} bytes")
             parts[name] = part.hex()
         self._require_enough(parts, terms, "have sent shares")
-        # Its states after the start are deleted, and the one at the end is about to be written.
         kept = self._stored.origins.get(self._run, {}).items()
-        origins = {step: each for step, each in kept if int(step) <= terms.start}
+        origins = {step: each for step, each in kept if int(step) in states}
+        # The state at the end is about to be written.
         origins[str(terms.stop)] = _Origin(history="", averages=dict(terms.averages))
         self._stored.origins[self._run] = origins
         self._save(replace(now, phase="received", held=parts))

@@ -1,5 +1,6 @@
 """Secure sums over the whole federated path: the weights of a plain run, and nothing of a site."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -391,6 +392,21 @@ def test_nothing_is_left_of_a_run_that_completed(tmp_path):
     run.start()
     assert [record.step for record in run.watch.records[1:]] == [2, 3]
     assert not (run.folder / RUN).exists()
+
+
+def test_what_a_site_keeps_of_its_states_is_of_those_that_it_has(tmp_path):
+    checkpoints, seen = Checkpoints(tmp_path / "checkpoints", 2), []
+    run = secure(tmp_path, periods=(2, 2, NEVER), num_steps=12, checkpoints=checkpoints)
+
+    def look(record):
+        stored = json.loads((run.folder / "secure" / "client-0.json").read_text())
+        seen.append({*map(int, stored["origins"][RUN])})
+        assert seen[-1] >= run.files(0).steps() - {0}
+
+    run.watch.after[:] = [lambda record: look(record) if record.step else None]
+    run.start()
+    assert max(map(len, seen)) < 6
+    assert not any(record.events for record in run.watch.records)  # nobody has begun afresh
 
 
 def test_a_new_run_over_other_sites_from_the_same_averages_is_refused(tmp_path):

@@ -92,7 +92,7 @@ class Sites:
         for name, site in at(1, keys := server.keys):
             server.add_shares(name, site.shares(keys))
         for name, site in at(2, server.sharing):
-            site.receive(server.sealed_for(name), server.terms.averages, None)
+            site.receive(server.sealed_for(name), server.terms.averages, None, ())
             arrays = of(self.names.index(name))
             site.mask(in_order(arrays))
             server.add_masked(name, in_order(sent(arrays)))

@@ -69,7 +69,7 @@ def test_what_a_site_sends_differs_in_every_value_and_at_every_try(tmp_path):
         for name, site in sites.sites.items():
             server.add_shares(name, site.shares(server.keys))
         first = sites.sites["site-a"]
-        first.receive(server.sealed_for("site-a"), server.terms.averages, None)
+        first.receive(server.sealed_for("site-a"), server.terms.averages, None, ())
         first.mask(in_order(arrays))
         sent.append(np.concatenate(in_order(arrays)))
     assert not np.any(sent[0] == np.concatenate(in_order(codes(0))))
@@ -140,7 +140,7 @@ def test_keys_and_shares_of_another_sum_are_refused(tmp_path):
     first.shares({**again, "site-b": old["site-b"]})
     sealed = {name: earlier._sealed[name]["site-a"] for name in ("site-b", "site-c")}
     with pytest.raises(ValueError, match=r"shares of 'site-b' .* belong to another sum"):
-        first.receive(sealed, terms(3).averages, None)
+        first.receive(sealed, terms(3).averages, None, ())
 
 
 def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
@@ -155,10 +155,10 @@ def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
         {**server.terms.averages, "exp_avg": stated(0, "0f", 0.5)},
     ):
         with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
-            first.receive(sealed, sent, None)
+            first.receive(sealed, sent, None, ())
     with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
-        first.receive(sealed, {}, None)  # it has none
-    first.receive(sealed, server.terms.averages, None)
+        first.receive(sealed, {}, None, ())  # it has none
+    first.receive(sealed, server.terms.averages, None, ())
 
 
 def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
@@ -321,7 +321,7 @@ def test_no_average_that_sites_hold_is_left_out_of_what_they_agree_on(tmp_path):
         for name, site in run.items():
             server.add_shares(name, site.shares(server.keys))
         for m, (name, site) in enumerate(run.items()):
-            site.receive(server.sealed_for(name), came, held)
+            site.receive(server.sealed_for(name), came, held, () if held is None else {held})
             site.mask(in_order(codes(m)))
 
     window(ServerSum(terms(4, averages=averages)), None, averages)
@@ -354,8 +354,19 @@ def taken(sites, names, held=None, sent=None, **changed):
         server.add_shares(name, site.shares(keys))
     for name in names:
         averages = server.terms.averages if sent is None else sent
-        sites.sites[name].receive(server.sealed_for(name), averages, held)
+        sites.sites[name].receive(server.sealed_for(name), averages, held, {held})
         sites.sites[name].mask(in_order(codes(0)))
+
+
+def test_a_site_knows_no_more_of_states_that_it_no_longer_has(tmp_path):
+    sites = Sites(tmp_path, 3)
+    taken(sites, sites.names)
+    taken(sites, sites.names, 16, sent={}, **LATER)  # which has the state after step 16
+    record = json.loads((tmp_path / "site-a.json").read_text())
+    assert list(record["origins"]["run"]) == ["16", "32"]
+    taken(sites, sites.names, 32, sent={}, start=32, stop=48)
+    record = json.loads((tmp_path / "site-a.json").read_text())
+    assert list(record["origins"]["run"]) == ["32", "48"]
 
 
 LATER = {"start": 16, "stop": 32}
@@ -384,8 +395,8 @@ def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(t
         server.add_shares(name, site.shares(keys))
     first = sites.sites["site-a"]
     with pytest.raises(ValueError, match="is not the one that it stated to the others"):
-        first.receive(server.sealed_for("site-a"), {}, 16)  # but its state is still there
-    first.receive(server.sealed_for("site-a"), server.terms.averages, None)
+        first.receive(server.sealed_for("site-a"), {}, 16, {16})  # but its state is still there
+    first.receive(server.sealed_for("site-a"), server.terms.averages, None, ())
     with pytest.raises(ValueError, match="it does not begin from the averages alone"):
         server.add_keys("site-a", first.keys(terms(3, **LATER), 16))
     taken(sites, sites.names)
@@ -400,7 +411,7 @@ def test_the_history_of_a_state_is_not_known_until_its_window_is_complete(tmp_pa
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     for name, site in sites.sites.items():  # the window is begun again, and does not end
-        site.receive(server.sealed_for(name), server.terms.averages, None)
+        site.receive(server.sealed_for(name), server.terms.averages, None, ())
     with pytest.raises(ValueError, match="have taken other windows"):
         taken(sites, [], held=16, **LATER)
 
@@ -412,12 +423,12 @@ def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path
         server.add_shares(name, site.shares(keys))
     one, other = sites.restarted("site-a"), sites.restarted("site-a")
     for process in (one, other):
-        process.receive(server.sealed_for("site-a"), server.terms.averages, None)
+        process.receive(server.sealed_for("site-a"), server.terms.averages, None, ())
     one.mask(in_order(codes(0)))
     with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
         other.mask(in_order(codes(99)))
     for name in sites.names[1:]:
-        sites.sites[name].receive(server.sealed_for(name), server.terms.averages, None)
+        sites.sites[name].receive(server.sealed_for(name), server.terms.averages, None, ())
     one.confirm(sites.names)
     with pytest.raises(ValueError, match="two lists could give away a single site"):
         other.confirm(sites.names[:3])

@@ -1,7 +1,7 @@
 """A site with keys: what it answers, and what it hides."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from logging import WARNING
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def _train(
     if _lacks(request, terms, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
-    _agree(message, site, request, terms, state_step)
+    _agree(message, site, request, terms, state_step, files.steps())
     if state_step is None and not terms.fresh:
         _begin_alike(files, request)
     records_of(ConfigRecord, message.content)[CONFIG][AFRESH] = terms.fresh
@@ -222,14 +222,19 @@ def _require_masks(message: Message, request: WindowRequest) -> None:
 
 
 def _agree(
-    message: Message, site: SiteSum, request: WindowRequest, terms: SumTerms, state_step: int | None
+    message: Message,
+    site: SiteSum,
+    request: WindowRequest,
+    terms: SumTerms,
+    state_step: int | None,
+    states: Collection[int],
 ) -> None:
     """Take the others' shares; raises ``ValueError`` unless the sum is what is asked for."""
     sent = {
         name: stated(request.versions[name], digest(stream), largest_of(stream))
         for name, stream in request.streams.items()
     }
-    site.receive(read_by_name(record_of(message)), sent, state_step)
+    site.receive(read_by_name(record_of(message)), sent, state_step, states)
     del message.content[SECURE]
     asked = request.run_key, request.start, request.stop, set(request.due)
     if asked != (terms.run, terms.start, terms.stop, set(terms.shapes)) or any(
