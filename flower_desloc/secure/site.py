@@ -33,6 +33,7 @@ from flower_desloc.secure.agreement import (
     to_confirm,
 )
 from flower_desloc.secure.codes import Codes
+from flower_desloc.secure.given import GivenSum, GivenSums, given_file
 from flower_desloc.secure.identity import Identity
 
 P = ParamSpec("P")
@@ -62,35 +63,6 @@ class _Sum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """A sum that the site has helped to unmask."""
-
-    run: str
-    start: int
-    stop: int
-    params: str
-    """The parameters that it began from, as in ``SumTerms.averages``; empty if it has none."""
-    averages: str
-    """Digest of the values of all that it began from; their versions are what the server says."""
-    members: list[str]
-
-    def overlaps(self, other: "_Given") -> bool:
-        """Return whether the sums of both, over other sites, tell something of single ones.
-
-        They do if they began from the same parameters, whatever streams are due: all follow from
-        the same gradients. In one run these may be the same at a later window, where none were due;
-        something else has another average then.
-        """
-        same_run = self.run == other.run
-        if same_run and self.start < other.stop and other.start < self.stop:
-            return True
-        if self.averages == other.averages:
-            return True
-        were_not_due = same_run and self.params == other.params
-        return digest_in(self.params) == digest_in(other.params) != "" and not were_not_due
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Origin:
     """What a state is from."""
 
@@ -104,7 +76,8 @@ class _Origin:
 class _Stored:
     """What is in the file of a site."""
 
-    given: list[_Given] = field(default_factory=list)
+    given: int = 0
+    """Bytes of the file of what it gave, which may have more."""
     origins: dict[str, dict[str, _Origin]] = field(default_factory=dict)
     """By run and step, the origin of the state after it."""
     now: dict[str, _Sum] = field(default_factory=dict)
@@ -118,7 +91,7 @@ class _Stored:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             return cls(
-                given=[_Given(**each) for each in stored["given"]],
+                given=int(stored["given"]),
                 origins={
                     run: {step: _Origin(**each) for step, each in origins.items()}
                     for run, origins in stored["origins"].items()
@@ -128,8 +101,8 @@ class _Stored:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SiteRefusedError(
                 f"the record of this site's secure sums, secure/{path.name} in its state-dir, is "
-                "damaged or of another version, so what was given away is not known; restore it, "
-                "or delete it if no sum of its runs may be told apart any more",
+                "damaged or of another version; delete it: what was given away is in "
+                f"secure/{given_file(path).name}, which must stay",
                 f"{path}: {error}",
             ) from error
 
@@ -157,14 +130,15 @@ class SiteSum:
 
     Args:
         identity: The site's key and its peers'.
-        path: The file of what the site has promised and given, of all runs. No message deletes it.
+        path: The file of what the site has promised, of all runs; beside it is that of what it has
+            given (``given.GivenSums``). No message deletes them.
         run: The run's name.
 
     """
 
     def __init__(self, identity: Identity, path: Path, run: str) -> None:
         self._identity, self._path, self._run = identity, path, run
-        self._stored = _Stored()
+        self._stored, self._given = _Stored(), GivenSums(path)
 
     @property
     def name(self) -> str:
@@ -350,8 +324,7 @@ class SiteSum:
         self._require_enough(confirmed, terms, "have confirmed who is in the sum")
         giving = self._giving(terms, now.survivors)
         self._require_same_members(giving)
-        if giving not in self._stored.given:
-            self._stored.given.append(giving)
+        self._stored.given = self._given.add(giving)
         held = {name: bytes.fromhex(part) for name, part in now.held.items()}
         given = {
             name: OF_SEED + part[:KEY] if name in now.survivors else OF_KEY + part[KEY:]
@@ -418,10 +391,10 @@ class SiteSum:
         unknown = _Origin(history="", averages={})
         return self._stored.origins.get(self._run, {}).get(str(state_step), unknown)
 
-    def _giving(self, terms: SumTerms, members: list[str]) -> _Given:
+    def _giving(self, terms: SumTerms, members: list[str]) -> GivenSum:
         values = {name: digest_in(average) for name, average in terms.averages.items()}
         text = json.dumps(values, sort_keys=True)
-        return _Given(
+        return GivenSum(
             run=terms.run,
             start=terms.start,
             stop=terms.stop,
@@ -430,16 +403,17 @@ class SiteSum:
             members=members,
         )
 
-    def _require_same_members(self, giving: _Given) -> None:
+    def _require_same_members(self, giving: GivenSum) -> None:
         """Raise ``SiteRefusedError`` if another sum and this one would tell the difference."""
-        for given in self._stored.given:
+        for given in self._given.read(self._stored.given):
             if given.overlaps(giving) and given.members != giving.members:
                 raise SiteRefusedError(
                     f"a sum of steps {giving.start + 1} to {giving.stop}, or from the same "
                     f"parameters, was given away already over other sites: one over "
                     f"{giving.members} would tell the difference, which is that of single sites; "
                     "repeat it with the same sites, or begin from other averages. Only a person at "
-                    f"this site who accepts that may delete secure/{self._path.name} in state-dir",
+                    f"this site who accepts that may delete secure/{self._path.name} and "
+                    f"secure/{given_file(self._path).name} in state-dir",
                     f"{self._path}: the sum of steps {given.start + 1} to {given.stop} over "
                     f"{given.members} in run {given.run!r}",
                 )

@@ -25,8 +25,10 @@ from flower_desloc.secure.codes import (
     signed,
     unpacked,
 )
+from flower_desloc.secure.given import given_file
 from flower_desloc.secure.identity import Identity, create, introduce
 from flower_desloc.secure.server import HiddenSumError, ServerSum
+from flower_desloc.secure.site import SiteSum
 
 
 @pytest.mark.parametrize("phase", range(4))
@@ -273,7 +275,8 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
     with pytest.raises(ValueError, match=r"given away already.* may delete .*site-a\.json"):
         sites.unmask(again)
     for name in sites.names:
-        (tmp_path / f"{name}.json").unlink()
+        for path in (record := tmp_path / f"{name}.json"), given_file(record):
+            path.unlink()
     sites.until_masked(again := ServerSum(terms(4, **changed)), {"site-d": 2})
     sites.unmask(again)
 
@@ -307,6 +310,82 @@ def test_a_record_that_cannot_be_read_is_named_and_nothing_is_given(tmp_path, te
     (tmp_path / "site-a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(SiteRefusedError, match=r"secure/site-a\.json in its state-dir, is damaged"):
         sites.until_masked(ServerSum(terms(4)), {})
+
+
+def given(sites, name="site-a"):
+    """Let the sites give a sum; return the file of what one of them gave."""
+    sites.until_masked(server := ServerSum(terms(len(sites.names))), {})
+    sites.unmask(server)
+    return given_file(sites.folder / f"{name}.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),  # a line that was on the disk
+        lambda path: path.write_bytes(b"{}\n" + path.read_bytes()),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"run"', b'"ruu"')),
+        lambda path: path.write_bytes(b"\xff\n" + path.read_bytes()),
+    ],
+)
+def test_a_site_that_does_not_know_what_it_gave_gives_nothing(tmp_path, damage):
+    sites = Sites(tmp_path, 4)
+    damage(given(sites))
+    sites.until_masked(again := ServerSum(terms(4)), {})
+    why = r"secure/site-a\.given\.jsonl .* damaged or incomplete; .* and secure/site-a\.json"
+    with pytest.raises(SiteRefusedError, match=why):
+        sites.unmask(again)
+
+
+@pytest.mark.parametrize("torn", [b'{"run": "r', b"\xff"])
+def test_a_line_that_a_killed_process_began_was_never_acted_on(tmp_path, torn):
+    path = given(sites := Sites(tmp_path, 4))
+    before = path.read_bytes()
+    path.write_bytes(before + torn)
+    later = terms(4, start=16, stop=32, averages={"params": stated(16, "2f")})
+    sites.until_masked(server := ServerSum(later), {})
+    sites.unmask(server)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    assert first == before
+    assert json.loads(second)["start"] == 16
+
+
+def test_a_sum_that_was_given_before_the_site_was_killed_is_known_and_given_again(
+    tmp_path, monkeypatch
+):
+    sites, server = Sites(tmp_path, 4), ServerSum(terms(4))
+    sites.until_masked(server, {})
+    for name in sites.names:
+        server.add_signature(name, sites.restarted(name).confirm(server.survivors))
+    with monkeypatch.context() as patch:
+        patch.setattr(SiteSum, "_save", lambda *asked: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sites.restarted("site-a").unmask(server.signatures)
+    path = given_file(tmp_path / "site-a.json")
+    line = path.read_bytes()
+    assert line  # it is on the disk before the site's other file says that it was given
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sites.restarted("site-a").unmask(server.signatures)
+    assert path.read_bytes() == line
+    sites.until_masked(again := ServerSum(terms(4, attempt="two")), {"site-d": 2})
+    with pytest.raises(ValueError, match="given away already"):
+        sites.unmask(again)
+
+
+def test_what_a_site_writes_does_not_grow_with_the_sums_that_it_gave(tmp_path):
+    sites, sizes = Sites(tmp_path, 3), []
+    path = tmp_path / "site-a.json"
+    for n in range(4):
+        averages = {"params": stated(16 * n, f"{n:02}", 0.5)}
+        now = terms(3, start=16 * n, stop=16 * n + 16, averages=averages)
+        before = given_file(path).read_bytes() if n else b""
+        sites.until_masked(server := ServerSum(now), {})
+        sites.unmask(server)
+        assert given_file(path).read_bytes().startswith(before)
+        sizes.append(path.stat().st_size)
+    assert max(sizes) - min(sizes) < 50  # its digits
 
 
 def test_no_average_that_sites_hold_is_left_out_of_what_they_agree_on(tmp_path):

@@ -1,0 +1,92 @@
+"""What a site has given away: a line of a file for each sum that it has helped to unmask.
+
+The file is only appended to, and a line is on the disk before the site gives. It belongs to no run.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flower_desloc.core.errors import SiteRefusedError
+from flower_desloc.secure.agreement import digest_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenSum:
+    """A sum that the site has helped to unmask."""
+
+    run: str
+    start: int
+    stop: int
+    params: str
+    """The parameters that it began from, as in ``SumTerms.averages``; empty if it has none."""
+    averages: str
+    """Digest of the values of all that it began from; their versions are what the server says."""
+    members: list[str]
+
+    def overlaps(self, other: "GivenSum") -> bool:
+        """Return whether the sums of both, over other sites, tell something of single ones.
+
+        They do if they began from the same parameters, whatever streams are due: all follow from
+        the same gradients. In one run these may be the same at a later window, where none were due;
+        something else has another average then.
+        """
+        same_run = self.run == other.run
+        if same_run and self.start < other.stop and other.start < self.stop:
+            return True
+        if self.averages == other.averages:
+            return True
+        were_not_due = same_run and self.params == other.params
+        return digest_in(self.params) == digest_in(other.params) != "" and not were_not_due
+
+
+class GivenSums:
+    """The sums in the file beside ``record``, the other file of a site. One process uses it."""
+
+    def __init__(self, record: Path) -> None:
+        self._record, self._path = record, given_file(record)
+        self._end = 0
+        self._sums: list[GivenSum] = []
+
+    def read(self, least: int) -> list[GivenSum]:
+        """Return the sums; raises ``SiteRefusedError`` for a file that has lost some.
+
+        It must have ``least`` bytes. What follows its last whole line was never acted on.
+        """
+        data = self._path.read_bytes() if self._path.exists() else b""
+        self._end = data.rfind(b"\n") + 1
+        try:
+            if self._end < least:
+                raise ValueError(f"{self._end} bytes, and {least} were written")
+            lines = data[: self._end].splitlines()
+            self._sums = [GivenSum(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError) as error:
+            raise SiteRefusedError(
+                "the record of what this site gave away in secure sums, "
+                f"secure/{self._path.name} in its state-dir, is damaged or incomplete; restore it, "
+                f"or delete it and secure/{self._record.name}: then the server may learn the "
+                "difference of two sums, which is that of single sites",
+                f"{self._path}: {error}",
+            ) from error
+        return self._sums
+
+    def add(self, given: GivenSum) -> int:
+        """Add a sum to those that were read; return the bytes of the file, on the disk."""
+        if given in self._sums:
+            return self._end
+        line = json.dumps(asdict(given)).encode() + b"\n"
+        self._path.touch(mode=0o600)
+        with self._path.open("ab") as file:
+            file.truncate(self._end)  # what a killed process has begun to write
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._end += len(line)
+        self._sums.append(given)
+        return self._end
+
+
+def given_file(record: Path) -> Path:
+    """Return the file of what a site gave, beside its other one."""
+    return record.with_suffix(".given.jsonl")
