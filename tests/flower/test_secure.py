@@ -233,6 +233,74 @@ def test_an_answer_that_is_lost_when_a_sum_is_unmasked_is_asked_for_again(tmp_pa
     assert len(run.watch.records[1].clients) == 4
 
 
+def half_unmasked(run, *, absent, away=()):
+    """Let a site be ``absent`` from the sum at first, and another one then not help to unmask it.
+
+    Those ``away`` are not online when it is repeated. Returns the nodes asked to unmask, in order.
+    """
+    failed, unmasking = list[int](), list[int]()
+
+    def instead(asked: Message) -> Message | None:
+        kind, node = asked.metadata.message_type, asked.metadata.dst_node_id
+        record: Any = records_of(ConfigRecord, asked.content).get(SECURE, {})
+        phase = record.get("phase")
+        unmasking.extend([node] if phase == "unmask" else [])
+        if kind == "train" and len(failed) < absent:
+            failed.append(node)
+        elif phase == "unmask" and node == unmasking[0] and len(failed) < absent + 2:
+            failed.append(node)
+            if len(failed) == absent + 2:
+                run.grid.away = {unmasking[n] - 1 for n in away}
+        else:
+            return None
+        return Message(Error(7, "the site is gone"), reply_to=asked)
+
+    run.grid.instead = instead
+    run.watch.after.clear()  # some sites have no state
+    return unmasking
+
+
+@pytest.mark.parametrize(("clients", "fraction"), [(4, 1.0), (5, 0.8)])
+def test_a_window_that_some_have_unmasked_is_repeated_over_the_same_sites(
+    tmp_path, clients, fraction
+):
+    """The others would refuse one with the site that was absent, or with others drawn."""
+    policy = Policy(min_clients=3, on_failure="continue", repeats=1, fraction_train=fraction)
+    run = secure(tmp_path, clients=clients, policy=policy, **TWO)
+    unmasking = half_unmasked(run, absent=1)
+    run.start()
+    first, second = run.watch.records[1:3]
+    assert {*first.clients} == {f"client-{node - 1}" for node in unmasking[:3]}
+    assert len(second.clients) == 4
+
+
+@pytest.mark.parametrize("away", [(0,), (0, 1)])
+def test_a_site_that_is_away_when_its_sum_is_repeated_is_named_and_may_come_back(
+    tmp_path, monkeypatch, caplog, away
+):
+    policy = Policy(min_clients=2, on_failure="continue", repeats=2, fraction_train=0.4)
+    run = secure(tmp_path, clients=5, policy=policy, **TWO)
+    for context in run.grid.contexts.values():
+        context.node_config["secure-min"] = 2
+    unmasking, drawn = half_unmasked(run, absent=0, away=away), SecureDesLoc._drawn
+
+    def then_back(strategy):
+        members = drawn(strategy)
+        run.grid.away = set()
+        return members
+
+    monkeypatch.setattr(SecureDesLoc, "_drawn", then_back)
+    run.start()
+    names = [f"client-{node - 1}" for node in unmasking[:2]]
+    missing = " and ".join(sorted(names[n] for n in away))
+    assert f"was being unmasked with {missing}, now absent" in caplog.text
+    assert sorted(run.watch.records[1].clients) == sorted(names)
+    hidden = [event.what for event in run.watch.records[1].events if "sent keys" in event.what]
+    assert hidden == [
+        f"only {2 - len(away)} sites have sent keys, and the sum of steps 1 to 2 needs 2"
+    ]
+
+
 def test_a_site_without_keys_or_peers_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(SECURE_KEYS)
     with pytest.raises(ClientError, match=r"has no keys for it; .* secure-keys in the node config"):

@@ -107,6 +107,8 @@ class SecureDesLoc(DesLoc):
         """The sum of the window in progress."""
         self._digests: dict[tuple[str, int], str] = {}  # by stream and version
         self._unhelpful: dict[str, str] = {}  # sites in it that do not unmask it, and why
+        self._given: frozenset[str] = frozenset()
+        """The sites in the last sum that some were asked to unmask, until there is an average."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -114,7 +116,7 @@ class SecureDesLoc(DesLoc):
         """Let the clients drawn for this window exchange keys, and ask them for it."""
         now, self.total = self.loop.round, None
         del server_round, arrays, grid  # as in the parent
-        now.asked = self.loop.members.drawn(now.window.start, now.failures)
+        now.asked = self._drawn()
         try:
             total = self._agree(now.asked, config)
             names = total.sharing
@@ -156,6 +158,7 @@ class SecureDesLoc(DesLoc):
             return None, None
         finally:
             self.total = None
+        self._given = frozenset()
         with self.loop.timed("averaging"):
             for member in added:
                 member.versions = dict(state.versions)
@@ -168,6 +171,20 @@ class SecureDesLoc(DesLoc):
 
     # Before the window
 
+    def _drawn(self) -> list[Member]:
+        """Return the sites to ask: after a sum that some may have given, those that are in it.
+
+        They give no other sum of these steps. Who has given is not known: an answer may be lost.
+        """
+        now, members = self.loop.round, self.loop.members
+        if not self._given:
+            return members.drawn(now.window.start, now.failures)
+        drawn = [member for member in members.online() if member.name in self._given]
+        if absent := sorted(self._given - {member.name for member in drawn}):
+            text = "%s was being unmasked with %s, now absent; without it the others may refuse"
+            log(WARNING, text, now, " and ".join(absent))
+        return drawn
+
     def _agree(self, members: Iterable[Member], config: ConfigRecord) -> ServerSum:
         """Exchange keys and shares; raises ``HiddenSumError`` below the threshold.
 
@@ -175,7 +192,7 @@ class SecureDesLoc(DesLoc):
         """
         having = list(members)
         alike = [request_digest(each.content) for each in self.requests.train(having[:1], config)]
-        terms = self._terms(len(having), "".join(alike))
+        terms = self._terms(max(len(having), 2), "".join(alike))  # of fewer there is none
         total = self._keyed(terms, having)
         if not total.is_alike:
             having = [member for member in having if member.name in total.keys]
@@ -278,6 +295,7 @@ class SecureDesLoc(DesLoc):
                 (data,) = read_by_name(record_of(reply)).values()
                 total.add_signature(member.name, data)
         signatures = total.signatures
+        self._given = frozenset(total.survivors)
         confirmed = [member for member in members if member.name in signatures]
         for _ in range(2):  # a site gives the same answer again
             asked = [member for member in confirmed if member.name not in total.unmasking]
