@@ -33,7 +33,7 @@ from flower_desloc.secure.agreement import (
     to_confirm,
 )
 from flower_desloc.secure.codes import Codes
-from flower_desloc.secure.given import GivenSum, GivenSums, given_file
+from flower_desloc.secure.given import FORGET, GivenSum, GivenSums, Steps, given_file
 from flower_desloc.secure.identity import Identity
 
 P = ParamSpec("P")
@@ -105,6 +105,17 @@ class _Stored:
                 f"secure/{given_file(path).name}, which must stay",
                 f"{path}: {error}",
             ) from error
+
+
+def forget_given(path: Path, steps: Steps) -> list[GivenSum]:
+    """Let the site whose file this is forget what it gave of some steps; return it.
+
+    It may then give these steps again with other sites, and the server learn the difference.
+    """
+    with FileLock(path.with_suffix(".lock")):
+        given = GivenSums(path)
+        given.read(_Stored.read(path).given)
+        return given.forget(steps)
 
 
 def _alone(
@@ -405,18 +416,20 @@ class SiteSum:
 
     def _require_same_members(self, giving: GivenSum) -> None:
         """Raise ``SiteRefusedError`` if another sum and this one would tell the difference."""
-        for given in self._given.read(self._stored.given):
-            if given.overlaps(giving) and given.members != giving.members:
-                raise SiteRefusedError(
-                    f"a sum of steps {giving.start + 1} to {giving.stop}, or from the same "
-                    f"parameters, was given away already over other sites: one over "
-                    f"{giving.members} would tell the difference, which is that of single sites; "
-                    "repeat it with the same sites, or begin from other averages. Only a person at "
-                    f"this site who accepts that may delete secure/{self._path.name} and "
-                    f"secure/{given_file(self._path).name} in state-dir",
-                    f"{self._path}: the sum of steps {given.start + 1} to {given.stop} over "
-                    f"{given.members} in run {given.run!r}",
-                )
+        told = [
+            each
+            for each in self._given.read(self._stored.given)
+            if each.overlaps(giving) and each.members != giving.members
+        ]
+        if told:
+            raise SiteRefusedError(
+                f"a sum of steps {giving.start + 1} to {giving.stop}, or from the same parameters, "
+                f"was given away already over other sites: one over {giving.members} would tell "
+                "the difference, which is that of single sites; repeat it with the same sites, or "
+                "begin from other averages. Only a person at this site who accepts that may let it "
+                f"forget the other sum, by `{FORGET}` as in its log",
+                "\n".join(f"{each}: {each.to_forget(self._path)}" for each in told),
+            )
 
     def _to_confirm(self, now: _Sum, survivors: Collection[str]) -> bytes:
         return to_confirm(self._session(now)[0], now.held, survivors)

@@ -26,6 +26,7 @@ from flower_desloc.flower.messages import GOODBYE, WindowRequest
 from flower_desloc.flower.protection import SECURE_KEYS
 from flower_desloc.flower.secure.at_server import SecureDesLoc, SecureRequests
 from flower_desloc.flower.secure.record import ASK, SECURE
+from flower_desloc.secure.__main__ import main
 from flower_desloc.secure.agreement import stated
 from flower_desloc.secure.identity import introduce
 
@@ -291,10 +292,10 @@ def test_a_site_that_is_away_when_its_sum_is_repeated_is_named_and_may_come_back
 
     monkeypatch.setattr(SecureDesLoc, "_drawn", then_back)
     run.start()
-    names = [f"client-{node - 1}" for node in unmasking[:2]]
-    missing = " and ".join(sorted(names[n] for n in away))
-    assert f"was being unmasked with {missing}, now absent" in caplog.text
-    assert sorted(run.watch.records[1].clients) == sorted(names)
+    names = sorted(f"client-{node - 1}" for node in unmasking[:2])
+    window = "the window of steps 1 to 2"
+    assert f"may refuse {window} over others than {', '.join(names)}, until" in caplog.text
+    assert sorted(run.watch.records[1].clients) == names
     hidden = [event.what for event in run.watch.records[1].events if "sent keys" in event.what]
     assert hidden == [
         f"only {2 - len(away)} sites have sent keys, and the sum of steps 1 to 2 needs 2"
@@ -480,10 +481,15 @@ def test_what_a_site_keeps_of_its_states_is_of_those_that_it_has(tmp_path):
 def test_a_new_run_over_other_sites_from_the_same_averages_is_refused(tmp_path):
     secure(tmp_path, **ONE).start()  # its goodbye deletes the sites' states, and not this
     options: dict[str, Any] = {**ONE, "run_key": "other"}
-    with pytest.raises(FederationError, match=r"given away already.* may delete .*client-0\.json"):
+    with pytest.raises(FederationError, match=r"given away already.* flower_desloc.secure forget"):
         secure(tmp_path, clients=3, **options).start()
     with pytest.raises(FederationError, match="given away already"):
         secure(tmp_path, present=lambda m, step: m > 0, **options).start()
+    for m in range(3):
+        main(["forget", str(tmp_path / "secure" / "secure" / f"client-{m}.json"), RUN, "1", "2"])
+    run = secure(tmp_path, clients=3, **options)
+    run.watch.after.clear()  # its states are not in the folder RUN
+    run.start()
 
 
 class Killed(KeyboardInterrupt):

@@ -1,6 +1,7 @@
 """Laws of secure sums: exact, hidden below the threshold, and refused to a server that lies."""
 
 import json
+import shlex
 import stat
 from collections.abc import Mapping
 from dataclasses import replace
@@ -272,13 +273,41 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
     again = ServerSum(terms(4, **changed))
     monkeypatch.setattr(sites, "restarted", partial(sites.restarted, run=run))
     sites.until_masked(again, {"site-d": 2})
-    with pytest.raises(ValueError, match=r"given away already.* may delete .*site-a\.json"):
+    with pytest.raises(
+        ValueError, match=r"given away already.*\.secure forget` as in its log"
+    ) as told:
         sites.unmask(again)
-    for name in sites.names:
-        for path in (record := tmp_path / f"{name}.json"), given_file(record):
-            path.unlink()
+    said, _, command = told.value.__notes__[0].partition(": python -m flower_desloc.secure ")
+    assert said == f"the sum of steps 1 to 16 of run over {sites.names}"
+    for name in sites.names[:3]:
+        words = shlex.split(command.replace("site-a", name))
+        assert main(words) == 0
+        assert main(words) == 1  # by now there is nothing left to forget
     sites.until_masked(again := ServerSum(terms(4, **changed)), {"site-d": 2})
     sites.unmask(again)
+
+
+def test_a_site_forgets_the_steps_that_a_person_names_and_no_others(tmp_path, capsys):
+    path, record = given(sites := Sites(tmp_path, 4)), str(tmp_path / "site-a.json")
+    later = terms(4, start=16, stop=32, averages={"params": stated(16, "2f")})
+    sites.until_masked(server := ServerSum(later), {})
+    sites.unmask(server)
+    before = path.read_bytes()
+    for words in (["run", "1", "15"], ["run", "2", "16"], ["other", "1", "16"]):
+        assert main(["forget", record, *words]) == 1
+        assert "it gave no sum within the steps" in capsys.readouterr().err
+    assert main(["forget", record, "run", "1", "x"]) == 2
+    assert main(["forget", str(tmp_path / "site-x.json"), "run", "1", "16"]) == 1
+    assert path.read_bytes() == before
+    assert main(["forget", record, "run", "1", "16"]) == 0
+    assert "forgot the sum of steps 1 to 16 of run over ['site-a'" in capsys.readouterr().out
+    assert path.read_bytes().startswith(before)
+    sites.until_masked(again := ServerSum(replace(later, attempt="two")), {"site-d": 2})
+    with pytest.raises(ValueError, match="given away already"):
+        sites.unmask(again)
+    path.write_bytes(before[:-9])
+    assert main(["forget", record, "run", "1", "16"]) == 1
+    assert "damaged or incomplete" in capsys.readouterr().err
 
 
 def test_a_later_window_of_the_same_run_may_go_on_from_parameters_that_were_not_due(tmp_path):
@@ -349,7 +378,7 @@ def test_a_line_that_a_killed_process_began_was_never_acted_on(tmp_path, torn):
     sites.unmask(server)
     first, second = path.read_bytes().splitlines(keepends=True)
     assert first == before
-    assert json.loads(second)["start"] == 16
+    assert json.loads(second)["given"]["start"] == 16
 
 
 def test_a_sum_that_was_given_before_the_site_was_killed_is_known_and_given_again(

@@ -57,6 +57,7 @@ from flower_desloc.secure.codes import (
     unpacked,
     width_of,
 )
+from flower_desloc.secure.given import FORGET
 from flower_desloc.secure.server import HiddenSumError, ServerSum
 
 
@@ -177,13 +178,9 @@ class SecureDesLoc(DesLoc):
         They give no other sum of these steps. Who has given is not known: an answer may be lost.
         """
         now, members = self.loop.round, self.loop.members
-        if not self._given:
-            return members.drawn(now.window.start, now.failures)
-        drawn = [member for member in members.online() if member.name in self._given]
-        if absent := sorted(self._given - {member.name for member in drawn}):
-            text = "%s was being unmasked with %s, now absent; without it the others may refuse"
-            log(WARNING, text, now, " and ".join(absent))
-        return drawn
+        if self._given:
+            return [member for member in members.online() if member.name in self._given]
+        return members.drawn(now.window.start, now.failures)
 
     def _agree(self, members: Iterable[Member], config: ConfigRecord) -> ServerSum:
         """Exchange keys and shares; raises ``HiddenSumError`` below the threshold.
@@ -359,6 +356,10 @@ class SecureDesLoc(DesLoc):
 
     def _hidden(self, error: ValueError) -> None:
         log(WARNING, "%s is not summed: %s", self.loop.round, error)
+        if self._given:
+            names = ", ".join(sorted(self._given))
+            text = "the sites may refuse %s over others than %s, until persons there use `%s`"
+            log(WARNING, text, self.loop.round, names, FORGET)
         self.loop.note("failed", "", reason_of(error))
 
 
