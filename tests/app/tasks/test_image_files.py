@@ -1,6 +1,7 @@
 """Images from files: Parquet, arrays, folders, and what a site alone has."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,25 @@ def test_private_images_take_the_labels_and_the_shape_of_the_run(animals, tmp_pa
     batch = data.train_batch(0)
     assert batch.images.shape[1:] == (1, 8, 8)
     assert {*batch.labels.tolist()} == {0, 2}
+
+
+def test_an_example_that_cannot_be_decoded_is_the_fault_of_no_other(animals, tmp_path):
+    """Else that of one record would be seen in all, and differential privacy bounds one alone."""
+    features = {"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}}
+    features["label"] = datasets.ClassLabel(names=SPECIES)
+    stored = [datasets.Image().encode_example(picture(20 * i)) for i in range(8)]
+    stored[3]["bytes"] = stored[3]["bytes"][:40]
+    stored[5] = datasets.Image().encode_example(picture(100, size=(9, 8)))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for part in ("train", "test"):
+        parquet(folder / f"{part}.parquet", features, image=stored, label=[0, 1, 2, 0] * 2)
+    data = on(animals, "data.image_field=image").client_data(Site(0, 1, folder))
+    shades = []
+    for number in range(8):
+        with suppress(OSError, ValueError):
+            shades.append(data.examples([number]).images[0, 0, 0, 0].item())
+    assert shades == [0, 20, 40, 80, 120, 140]
 
 
 def test_private_images_that_the_run_cannot_take_are_refused(animals, tmp_path):

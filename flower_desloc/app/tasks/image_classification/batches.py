@@ -128,8 +128,10 @@ class ImageShard:
         )
 
     def examples(self, numbers: Sequence[int]) -> ImageBatch:
-        """Return training images."""
-        return self._train.rows(np.asarray(numbers, np.int64))
+        """Return training images, decoded anew: one that cannot be decoded is no other's fault."""
+        return decode_rows(
+            self._config, self._corpus.train, [self._rows.train[number] for number in numbers]
+        )
 
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
@@ -212,8 +214,12 @@ def _in_proportion(heldout: NDArray[np.int64], clients: list[NDArray[np.int64]])
 
 def common_shape(config: Config) -> ImageShape:
     """Return the shape of the run's images: the first image's, or ``data.image_size``."""
-    picture = _picture(read(Source.of(config.data)).train.images[0])
-    side = config.data.image_size
+    return _shape(Source.of(config.data), config.data.image_size)
+
+
+@lru_cache(maxsize=8)
+def _shape(source: Source, side: int | None) -> ImageShape:
+    picture = _picture(read(source).train.images[0])
     width, height = (side, side) if side else picture.size
     return ImageShape(1 if picture.mode == "L" else 3, height, width)
 
