@@ -1,8 +1,9 @@
 """A site's ledger: the queries of its data that were answered, and the secret of its noise.
 
-``SITE.jsonl`` has one line a step. A line is on the disk before its step can leave the process. The
-file is only appended to, and belongs to no run: deleting it forgets what was spent. ``SITE.secret``
-holds 32 random bytes. Lines written under another secret stay spent; with them no noise repeats.
+``SITE.jsonl`` has one line a step. A line is on the disk before its step can leave a process, also
+where the one that wrote it was killed. The file is only appended to, and belongs to no run:
+deleting it forgets what was spent. ``SITE.secret`` holds 32 random bytes. Lines written under
+another secret stay spent; with them no noise repeats.
 """
 
 import json
@@ -10,8 +11,9 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock
 
@@ -86,16 +88,22 @@ class Ledger(Lines):
 
     def __init__(self, folder: Path, site: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder / f"{site}.jsonl")
         self._lock = FileLock(folder / f"{site}.lock")
-        with self.locked():
-            self.secret = _secret(folder / f"{site}.secret")
+        self._on_disk = 0
+        with self._lock:  # or a line could be read that is taken back
+            super().__init__(folder / f"{site}.jsonl")
+            with self.locked():
+                self.secret = _secret(folder / f"{site}.secret")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Read what other processes have written, and keep them from writing."""
+        """Read what other processes have written, put it on disk, and keep them from writing."""
         with self._lock:
             self.read()
+            if self._end > self._on_disk:
+                with self._path.open("ab") as file:
+                    self._sync(file)
+                self._on_disk = self._end
             yield
 
     def answer(self, query: str) -> str | None:
@@ -107,19 +115,30 @@ class Ledger(Lines):
         return self._noise.get(run)
 
     def append(self, run: str, query: str, answer: str, step: Step) -> None:
-        """Write that a query is answered; only while ``locked``. Returns once it is on disk."""
+        """Write that a query is answered; only while ``locked``.
+
+        Returns once it is on disk; on an error takes the line back.
+        """
         entry = {"run": run, "query": query, "answer": answer, **vars(step)}
         line = json.dumps(entry).encode() + b"\n"
-        is_new = not self._path.exists()
-        with self._path.open("ab") as file:
-            file.truncate(self._end)  # what a killed process has begun to write
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            _sync_folder(self._path.parent)
+        try:
+            with self._path.open("ab") as file:
+                file.truncate(self._end)  # what a killed process has begun to write
+                file.write(line)
+                self._sync(file)
+        except BaseException:
+            with suppress(OSError):  # else it is put on disk before it is read
+                os.truncate(self._path, self._end)
+            raise
         self._end += len(line)
+        self._on_disk = self._end
         self._count(line)
+
+    def _sync(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        if not self._on_disk:  # its name may not be there either
+            _sync_folder(self._path.parent)
 
 
 def _secret(path: Path) -> bytes:

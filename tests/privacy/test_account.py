@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import stat
 
 import pytest
 
@@ -216,6 +218,55 @@ def test_a_line_is_whole_or_absent_after_a_kill(tmp_path, torn):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["query"] for line in lines] == ["a", "b", "c"]
     assert Ledger(tmp_path, "site").steps() == {STEP: 3}
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Return a list of what is put on disk, files or folders."""
+    handles, fsync = [], os.fsync
+
+    def counted(handle):
+        fsync(handle)
+        handles.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+
+    monkeypatch.setattr(os, "fsync", counted)
+    return handles
+
+
+@pytest.mark.usefixtures("linear")
+def test_the_line_of_a_killed_process_is_put_on_disk_before_its_answer_is_given(tmp_path, synced):
+    account(tmp_path, of_run=0.5).charge("a", "", STEP)
+    other = Ledger(tmp_path, "site")
+    line = (tmp_path / "site.jsonl").read_text().replace('"query": "a"', '"query": "b"')
+    with (tmp_path / "site.jsonl").open("a") as file:
+        file.write(line)
+    synced.clear()
+    with other.locked():
+        assert other.answer("b") == ""
+        assert synced == ["file"]
+    with other.locked():
+        assert synced == ["file"]
+    synced.clear()
+    account(tmp_path, of_run=0.5).charge("b", "", STEP)
+    assert synced == ["file", "folder"]
+
+
+@pytest.mark.usefixtures("linear")
+def test_a_line_that_cannot_be_put_on_disk_is_taken_back(tmp_path, synced, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    mine = account(tmp_path, of_run=0.5)
+    for query in ("a", "b"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                mine.charge(query, "", STEP)
+        synced.clear()
+        mine.charge(query, "", STEP)
+        assert synced == (["file", "folder"] if query == "a" else ["file"])
+    assert Ledger(tmp_path, "site").steps() == {STEP: 2}
+    assert len((tmp_path / "site.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_ledger_damaged_elsewhere_is_refused(tmp_path):
