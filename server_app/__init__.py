@@ -33,6 +33,7 @@ from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.setup.streams import RunStreams
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import BUFFERS, NEVER, PARAMS, SyncSchedule
@@ -43,7 +44,6 @@ from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log

@@ -9,6 +9,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import check_trainable
 from flower_desloc.core.worker import Worker
@@ -20,7 +21,6 @@ from flower_desloc.flower.client_state import (
     client_name,
     state_files,
 )
-from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.failures import code_of
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.flight.at_site import arrays_by_flight

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.flower.internals import Run, log, set_task
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp

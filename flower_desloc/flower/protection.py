@@ -12,7 +12,7 @@ from typing import Final
 from flwr.app import Context
 
 from flower_desloc.core.errors import SiteRefusedError
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.flower.failures import with_text
 from flower_desloc.flower.internals import log
 

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.core.averaging import Averager
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import NormBound, averager
@@ -19,7 +20,6 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.types import FromTotals, Stream, Streams
 from flower_desloc.flower import evaluation
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.failures import reason_of
 from flower_desloc.flower.fields import Exclusion
 from flower_desloc.flower.flight.at_server import Carrier, carrier

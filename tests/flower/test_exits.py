@@ -12,7 +12,7 @@ from flwr.app import Context, Message, RecordDict
 
 from flower_desloc.app.cli.terminal import exit_on_signals
 from flower_desloc.app.tasks.image_classification import ImageClassification
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 

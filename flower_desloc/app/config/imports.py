@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any, Final
 
 from flower_desloc.app.config.errors import ConfigError, one_line
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.core.exits import exits_as_errors
 
 IMPORT_FROM: Final = "DESLOC_IMPORT_FROM"
 """Environment variable: a folder that may be imported from as well, the one where `desloc` was

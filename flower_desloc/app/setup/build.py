@@ -19,10 +19,10 @@ from flower_desloc.app.setup.param_groups import (
 )
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.worker import Clipping
-from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.optim import Description
 
 

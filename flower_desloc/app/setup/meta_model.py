@@ -12,7 +12,7 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.tasks import Task, build_task
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.core.exits import exits_as_errors
 
 
 def meta_model(config: Config) -> nn.Module:

@@ -5,7 +5,6 @@ ends, and a run whose ServerApp exits counts as completed. The panics of librari
 tokenizers, and ``asyncio.CancelledError`` are none either.
 """
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,8 +21,11 @@ def exits_as_errors() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raised_in = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if str(raised_in.get("__name__")).partition(".")[0] in _OWN:
+        raised_in = error.__traceback__
+        while raised_in is not None and raised_in.tb_next is not None:
+            raised_in = raised_in.tb_next
+        assert raised_in is not None, "it has this frame at least"
+        if str(raised_in.tb_frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
             raise
         raise RuntimeError(f"it called sys.exit({error.code!r})") from error
     except (Exception, KeyboardInterrupt):
