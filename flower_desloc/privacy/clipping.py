@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_desloc.core.errors import SiteRefusedError
+from flower_desloc.privacy.failures import Failures, is_of_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(module, batch)``: the mean loss of a batch, a scalar."""
@@ -26,7 +27,7 @@ def clipped_sum(
     examples: Iterable[Any],
     *,
     max_grad_norm: float,
-    failed: list[Exception] | None = None,
+    failed: Failures | None = None,
 ) -> dict[str, Tensor]:
     """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
@@ -45,8 +46,8 @@ def clipped_sum(
         params: The module's parameters to differentiate, by name; tied ones once.
         examples: Each a batch of one.
         max_grad_norm: The bound C; infinite for no clipping.
-        failed: Gets the errors of examples that fail, which then count as zero: an error would
-            tell that they are there.
+        failed: Counts the examples that fail, which then count as zero: an error would tell that
+            they are there.
 
     Raises ``ValueError`` naming the module through which they cannot be computed, for one that
     adds to gradients itself, and for a bound below ``LEAST_NORM``.
@@ -60,16 +61,12 @@ def clipped_sum(
             try:
                 grads = _gradients(loss(module, example), params)
                 norm = _norm(grads.values())
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
             except Exception as error:
-                if "can't allocate memory" in str(error):  # PyTorch's, on a CPU
+                if is_of_memory(error):
                     raise
-                unfit = _unfit(module, error)
                 if failed is None:
-                    raise unfit from error
-                unfit.__cause__ = error
-                failed.append(unfit)
+                    raise _unfit(module, error) from error
+                failed.add(_unfit(module, error))
                 continue
             if math.isfinite(norm):
                 for key, grad in grads.items():
@@ -129,13 +126,17 @@ def _own_gradients(module: nn.Module) -> Iterator[None]:
         )
 
 
-def _unfit(module: nn.Module, error: Exception) -> ValueError:
-    """Return the error that names the innermost module in which ``error`` was raised."""
+def _unfit(module: nn.Module, error: Exception) -> SiteRefusedError:
+    """Return an error by ``error`` that names the innermost module in which that was raised."""
     names = {id(part): name for name, part in module.named_modules()}
-    callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    # Without the first, which is of this file: looking at its variables would keep the error.
+    within = None if error.__traceback__ is None else error.__traceback__.tb_next
+    callers = (frame.f_locals.get("self") for frame, _ in walk_tb(within))
     inside = [part for part in callers if isinstance(part, nn.Module) and id(part) in names]
     where = f"module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "loss"
-    return SiteRefusedError(  # without the error's text, which may quote the example
+    unfit = SiteRefusedError(  # without the error's text, which may quote the example
         f"differential privacy: the gradients of single examples cannot be computed through the "
         f"{where}: {type(error).__name__}"
     )
+    unfit.__cause__ = error
+    return unfit

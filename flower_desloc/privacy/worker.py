@@ -22,6 +22,7 @@ from flower_desloc.privacy import digests
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
 from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, zeros
+from flower_desloc.privacy.failures import Failures, is_of_memory
 from flower_desloc.privacy.noise import uniform, with_noise
 from flower_desloc.privacy.repeatable import accelerators, repeatable, seed_all, settings
 
@@ -129,16 +130,16 @@ class PrivateLoss:
         numbers = sorted(records, key=lambda n: self._key(query, f"witness {n}"))
         for witness in numbers[:_WITNESSES]:
             before = digests.of_records({witness: records[witness]})
-            once = self._clipped(params, query, {witness: records[witness]}, [])
+            once = self._clipped(params, query, {witness: records[witness]}, Failures())
             records |= self._again(query, witness, before)  # a loss may have changed it
             if any(grad.any() for grad in once.values()):
                 break
         # What a module makes when it is called first is no change.
         held, kept = digests.of_attributes(self.module), self._kept(once)
         del once
-        failed: list[Exception] = []
+        failed = Failures()
         total = self._clipped(params, query, records, failed)
-        again = self._clipped(params, query, self._again(query, witness, before), [])
+        again = self._clipped(params, query, self._again(query, witness, before), Failures())
         is_same = self._is_same(kept, again) and digests.of_weights(self.module) == weights
         if not is_same or digests.of_attributes(self.module) != held:
             raise self._changing()
@@ -168,15 +169,15 @@ class PrivateLoss:
     def _read(self, query: bytes, drawn: Sequence[int]) -> dict[int, Any]:
         """Return the drawn records, without those that cannot be read."""
         records: dict[int, Any] = {}
-        failed: list[Exception] = []
+        failed = Failures()
         with repeatable(self._accelerators):  # a record may be augmented
             for number in self._seeded(query, {n: n for n in drawn}):
                 try:
                     records[number] = self.examples.of([number])
-                except MemoryError:
-                    raise
-                except Exception as error:  # it would tell that the record is there
-                    failed.append(error)
+                except Exception as error:
+                    if is_of_memory(error):
+                        raise
+                    failed.add(error)  # it would tell that the record is there
         _log_failed(failed, f"of {len(drawn)} cannot be read")
         return records
 
@@ -197,7 +198,7 @@ class PrivateLoss:
         params: Mapping[str, Tensor],
         query: bytes,
         records: Mapping[int, Any],
-        failed: list[Exception],
+        failed: Failures,
     ) -> dict[str, Tensor]:
         with repeatable(self._accelerators):
             return clipped_sum(
@@ -297,10 +298,12 @@ def _flat(grads: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([grad.flatten() for grad in grads.values()])
 
 
-def _log_failed(errors: Sequence[Exception], how: str) -> None:
-    if errors:
-        text = f"{len(errors)} examples {how} and count as none; the first: {errors[0]}"
-        _LOG.error(text, exc_info=None if _traced.is_set() else errors[0])
+def _log_failed(failed: Failures, how: str) -> None:
+    if failed.number:
+        traceback = "" if _traced.is_set() else f"\n{failed.traceback}"
+        _LOG.error(
+            f"{failed.number} examples {how} and count as none; the first: {failed.text}{traceback}"
+        )
         _traced.set()
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from flower_desloc.privacy import digests
 from flower_desloc.privacy import worker as private_worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Budget, Step
+from flower_desloc.privacy.failures import Failures
 from flower_desloc.privacy.ledger import Ledger
 from flower_desloc.privacy.worker import Examples, PrivateLoss, private
 
@@ -469,6 +471,24 @@ def test_where_all_records_fail_only_the_site_is_told(caplog):
     assert "12 examples of 12 cannot be read and count as none" in caplog.text
 
 
+def test_records_that_fail_keep_nothing_in_memory():
+    """Their tracebacks hold all that was computed of them."""
+    computed = weakref.WeakSet[nn.Module]()
+    most = 0
+
+    def failing(module, batch):
+        nonlocal most
+        held = nn.Linear(1, 1)  # as an activation
+        computed.add(held)
+        most = max(most, len(computed))
+        raise KeyError
+
+    worker = guarded()
+    worker = replace(worker, loss_at=replace(worker.loss_at, loss=failing))
+    gradient(worker)
+    assert most <= 2
+
+
 def test_a_step_of_which_the_sum_always_differs_is_refused_in_the_end():
     shift = torch.zeros(1)
     worker = guarded(of=lambda rows: (X[rows], Y[rows] + shift))
@@ -643,7 +663,7 @@ def test_a_record_that_cannot_be_read_counts_as_none_and_the_site_is_told(caplog
     assert "a broken image" in caplog.text
     rest = guarded(Open(noise=0.0))
     records = {n: rest.loss_at.examples.of([n]) for n in range(12) if n != 3}
-    summed = rest.loss_at._clipped(dict(rest.module.named_parameters()), b"", records, [])
+    summed = rest.loss_at._clipped(dict(rest.module.named_parameters()), b"", records, Failures())
     torch.testing.assert_close(
         grads, torch.cat([g.flatten() for g in summed.values()]).float() / 12
     )
