@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_desloc.core.errors import SiteRefusedError
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.privacy.failures import Failures, is_of_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -59,8 +60,9 @@ def clipped_sum(
     with _own_gradients(module):
         for example in examples:
             try:
-                grads = _gradients(loss(module, example), params)
-                norm = _norm(grads.values())
+                with exits_as_errors():
+                    grads = _gradients(loss(module, example), params)
+                    norm = _norm(grads.values())
             except Exception as error:
                 if is_of_memory(error):
                     raise

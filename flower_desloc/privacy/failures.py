@@ -21,7 +21,7 @@ class Failures:
         """Count a record that failed with an error."""
         self.number += 1
         if self.number == 1:
-            self.text = str(error)
+            self.text = _text(error)
             self.traceback = "".join(format_exception(error))
 
 
@@ -29,4 +29,11 @@ def is_of_memory(error: Exception) -> bool:
     """Return whether memory was too small, which is no fault of a record."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return "can't allocate memory" in str(error)  # PyTorch's, on a CPU
+    return "can't allocate memory" in _text(error)  # PyTorch's, on a CPU
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.errors import SiteRefusedError
+from flower_desloc.core.exits import exits_as_errors
 from flower_desloc.core.streams import digest, trained
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy import digests
@@ -173,7 +174,8 @@ class PrivateLoss:
         with repeatable(self._accelerators):  # a record may be augmented
             for number in self._seeded(query, {n: n for n in drawn}):
                 try:
-                    records[number] = self.examples.of([number])
+                    with exits_as_errors():
+                        records[number] = self.examples.of([number])
                 except Exception as error:
                     if is_of_memory(error):
                         raise

@@ -471,6 +471,47 @@ def test_where_all_records_fail_only_the_site_is_told(caplog):
     assert "12 examples of 12 cannot be read and count as none" in caplog.text
 
 
+class PanicException(BaseException):
+    """As those of libraries in Rust, such as tokenizers."""
+
+
+class WithoutTextError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), PanicException("index"), WithoutTextError(), StopIteration()], ids=repr
+)
+def test_any_error_of_a_record_counts_as_none(error, caplog):
+    """Else it would be sent without noise, before the step is charged."""
+
+    def of(rows):
+        if rows == [3]:
+            raise error
+        return X[rows], Y[rows]
+
+    def failing(module, batch):
+        if torch.equal(batch[0], X[[3]]):
+            raise error
+        return loss(module, batch)
+
+    first, second = guarded(Open(noise=0.0), of=of), guarded(Open(noise=0.0))
+    second = replace(second, loss_at=replace(second.loss_at, loss=failing))
+    assert torch.equal(gradient(first), gradient(second))
+    assert "1 examples of 12 cannot be read" in caplog.text
+    assert "1 examples of 12 fail" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
+def test_too_little_memory_and_the_end_of_the_program_are_no_errors_of_a_record(error):
+    def of(rows):
+        raise error
+
+    with pytest.raises(error):
+        gradient(guarded(of=of))
+
+
 def test_records_that_fail_keep_nothing_in_memory():
     """Their tracebacks hold all that was computed of them."""
     computed = weakref.WeakSet[nn.Module]()
