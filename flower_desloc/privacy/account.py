@@ -86,17 +86,23 @@ class Account:
             begun = self._ledger.noise_multiplier(self._run)  # by another process meanwhile
         return begun or self._noise.setdefault(sample_rate, found)
 
+    def require_left(self, query: str, step: Step) -> None:
+        """Raise ``BudgetSpentError`` if what is left does not suffice for a query.
+
+        One in the ledger needs nothing.
+        """
+        with self._ledger.locked():
+            is_known = self._ledger.answer(query) is not None
+        if not is_known:
+            self._require_left(step)  # the accountant may take long, and remembers what it found
+
     def charge(self, query: str, answer: str, step: Step) -> bool:
         """Enter a query and its answer into the ledger, unless it is there.
 
         Returns False if it is there with another answer, which then must not be given. Raises
         ``BudgetSpentError`` if what is left does not suffice.
         """
-        with self._ledger.locked():
-            given = self._ledger.answer(query)
-        if given is not None:
-            return given == answer
-        self._require_left(step)  # the accountant may take long, and remembers what it found
+        self.require_left(query, step)
         with self._ledger.locked():
             given = self._ledger.answer(query)
             if given is None:

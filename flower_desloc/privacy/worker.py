@@ -89,7 +89,7 @@ class PrivateLoss:
     def __call__(self, step: int) -> Tensor:
         """Charge the account for the step after ``step`` completed ones; return its loss.
 
-        Raises ``BudgetSpentError`` if the budget does not suffice, before noise is drawn, and
+        Raises ``BudgetSpentError`` if the budget does not suffice, before a record is read, and
         ``SiteRefusedError`` where the loss of a record is seen to depend on others.
         """
         params = trained(self.module, self.optimizer)
@@ -98,6 +98,7 @@ class PrivateLoss:
         asked = self._asked(step, cost, weights)
         for attempt in range(_MOST_ANSWERS):
             query = self._key(asked, f"attempt {attempt}")
+            self.account.require_left(query.hex(), cost)
             drawn = self._drawn(query, cost)
             with _unless_spoiled(self.account.secret):
                 of_records, total = self._summed(params, query, drawn, weights)

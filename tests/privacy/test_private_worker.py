@@ -18,9 +18,9 @@ pytest.importorskip("opacus")
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.optim.adam_bc import AdamBC
-from flower_desloc.privacy import digests
+from flower_desloc.privacy import accounting, digests
 from flower_desloc.privacy import worker as private_worker
-from flower_desloc.privacy.account import Account
+from flower_desloc.privacy.account import Account, BudgetSpentError
 from flower_desloc.privacy.accounting import Budget, Step
 from flower_desloc.privacy.failures import Failures
 from flower_desloc.privacy.ledger import Ledger
@@ -41,6 +41,9 @@ class Open:
 
     def noise_multiplier(self, sample_rate):
         return self.noise
+
+    def require_left(self, query, step):
+        pass
 
     def charge(self, query, answer, step):
         if query not in self.answers:
@@ -744,6 +747,26 @@ def test_a_line_is_in_the_ledger_before_the_noise_is_drawn(tmp_path, monkeypatch
     worker = guarded(Account(Ledger(tmp_path, "site"), "run", 3, of_run=Budget(1e3, 1e-5)))
     worker.steps(0, 3)
     assert Ledger(tmp_path, "site").steps() == {Step(5.0, 1.0): 3}
+
+
+def test_where_the_budget_is_spent_no_record_is_read(tmp_path, monkeypatch):
+    cost = lambda steps, delta: sum(number for _, number in steps)  # noqa: E731
+    monkeypatch.setattr(accounting, "_epsilon", cost)
+    account = Account(Ledger(tmp_path, "site"), "run", 1, of_run=Budget(1, 1e-5))
+    monkeypatch.setattr(account, "noise_multiplier", lambda sample_rate: 5.0)
+    read: list[list[int]] = []
+
+    def of(rows):
+        read.append(rows)
+        return X[rows], Y[rows]
+
+    worker = guarded(account, of=of)
+    once = gradient(worker)
+    read.clear()
+    with pytest.raises(BudgetSpentError):
+        gradient(worker, 1)
+    assert not read
+    assert torch.equal(gradient(worker), once)
 
 
 def test_a_private_worker_says_nothing_of_its_data():
