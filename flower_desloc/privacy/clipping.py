@@ -33,9 +33,9 @@ def clipped_sum(
     """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
     The gradient of an example, over all ``params`` together, is scaled down to the norm
-    ``max_grad_norm`` if it is longer; one with NaN or infinity counts as zero. So an example more
-    or less changes the sum by at most ``max_grad_norm``, unless the module keeps what it computes,
-    for which ``PrivateLoss`` looks. Abadi et al. 2016, arXiv:1607.00133.
+    ``max_grad_norm`` if it is longer; one with NaN or infinity fails, and counts as zero. So an
+    example more or less changes the sum by at most ``max_grad_norm``, unless the module keeps what
+    it computes, for which ``PrivateLoss`` looks. Abadi et al. 2016, arXiv:1607.00133.
 
     Each gradient is computed alone. Those of several at once (``torch.func.vmap``) depend on how
     many there are by rounding, and by more than the bound with parameters that are made for it. The
@@ -73,6 +73,8 @@ def clipped_sum(
             if math.isfinite(norm):
                 for key, grad in grads.items():
                     total[key].add_(grad, alpha=min(1.0, max_grad_norm / max(norm, LEAST_NORM)))
+            elif failed is not None:
+                failed.add(FloatingPointError("its gradient has NaN or infinity"))
     return total
 
 

@@ -90,7 +90,8 @@ class PrivateLoss:
         """Charge the account for the step after ``step`` completed ones; return its loss.
 
         Raises ``BudgetSpentError`` if the budget does not suffice, before a record is read, and
-        ``SiteRefusedError`` where the loss of a record is seen to depend on others.
+        ``SiteRefusedError`` where the loss of a record is seen to depend on others, or most records
+        fail.
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
@@ -101,11 +102,12 @@ class PrivateLoss:
             self.account.require_left(query.hex(), cost)
             drawn = self._drawn(query, cost)
             with _unless_spoiled(self.account.secret):
-                of_records, total = self._summed(params, query, drawn, weights)
+                of_records, total, failed = self._summed(params, query, drawn, weights)
             # Of the sum too: were another one added to the same noise, their difference would be
             # bare. And with the same draws another sum would cost more than a step.
-            answer = self._key(query, f"{of_records} {digest(total)}")
+            answer = self._key(query, f"{of_records} {digest(total)} {failed}")
             if self.account.charge(query.hex(), answer.hex(), cost):
+                self._require_computed(failed, answer, cost)
                 return self._noised(params, total, answer, cost)
         raise SiteRefusedError(
             f"differential privacy: this step was repeated {_MOST_ANSWERS} times, and each time "
@@ -119,8 +121,8 @@ class PrivateLoss:
 
     def _summed(
         self, params: Mapping[str, Tensor], query: bytes, drawn: Sequence[int], weights: str
-    ) -> tuple[str, dict[str, Tensor]]:
-        """Return a digest of the drawn records, and the sum of their clipped gradients.
+    ) -> tuple[str, dict[str, Tensor], int]:
+        """Return a digest of the drawn records, their ``clipped_sum``, and how many failed.
 
         One of them, the witness, is computed before and after all: if the others had changed
         anything that a loss depends on, its gradient would most probably be another.
@@ -128,7 +130,7 @@ class PrivateLoss:
         records = self._read(query, drawn)
         found = digests.of_records(records)
         if not records:
-            return found, zeros(params)
+            return found, zeros(params), len(drawn)
         numbers = sorted(records, key=lambda n: self._key(query, f"witness {n}"))
         for witness in numbers[:_WITNESSES]:
             before = digests.of_records({witness: records[witness]})
@@ -146,7 +148,24 @@ class PrivateLoss:
         if not is_same or digests.of_attributes(self.module) != held:
             raise self._changing()
         _log_failed(failed, f"of {len(records)} fail")
-        return found, total
+        return found, total, len(drawn) - len(records) + failed.number
+
+    def _require_computed(self, failed: int, key: bytes, cost: Step) -> None:
+        """Raise ``SiteRefusedError`` if most records have failed: the gradient would be bare noise.
+
+        Their number gets noise, and costs nothing: times the bound C, it is one more coordinate of
+        the sum. A record that fails has C there and a gradient of 0, any other and an empty one 0.
+        So one in place of an empty one still changes all by at most C.
+        """
+        noisy = torch.tensor(failed, dtype=torch.float64)
+        if cost.noise_multiplier:  # no parameter has a name with an empty part
+            noisy = with_noise(noisy, self._key(key, ".failed"), cost.noise_multiplier)
+        half = cost.sample_rate * self.examples.number / 2
+        if noisy > max(half, 2 * cost.noise_multiplier) + 4 * cost.noise_multiplier:
+            raise SiteRefusedError(
+                "differential privacy: most records of a step could not be computed; see this "
+                "site's log"
+            )
 
     def _noised(
         self, params: Mapping[str, Tensor], total: dict[str, Tensor], key: bytes, cost: Step

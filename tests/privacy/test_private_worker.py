@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 pytest.importorskip("opacus")
 
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.optim.adam_bc import AdamBC
 from flower_desloc.privacy import accounting, digests
@@ -456,22 +457,75 @@ def test_a_loss_may_change_its_batch():
     assert len(account.charged) == 1
 
 
-def test_where_all_records_fail_only_the_site_is_told(caplog):
-    """An error would tell the server exactly what is in the data."""
+def fails_for(failing, worker):
+    """Return the worker with records of those numbers that fail, every other when it is read."""
 
-    def failing(module, batch):
-        raise KeyError("labels")
+    def of(rows):
+        if rows[0] in failing[::2]:
+            raise FileNotFoundError(rows)
+        return X[rows], Y[rows]
 
-    def lost(rows):
-        raise FileNotFoundError(rows)
+    def computed(module, batch):
+        if any(torch.equal(batch[0], X[[number]]) for number in failing):
+            raise KeyError(str(batch))
+        return loss(module, batch)
 
-    first, second = guarded(), guarded(of=lost)
-    first = replace(first, loss_at=replace(first.loss_at, loss=failing))
-    for worker in (first, second):
-        assert gradient(worker).std() > 0.01  # noise
-        assert len(worker.loss_at.account.charged) == 1
-    assert "12 examples of 12 fail and count as none" in caplog.text
-    assert "12 examples of 12 cannot be read and count as none" in caplog.text
+    examples = replace(worker.loss_at.examples, of=of)
+    return replace(worker, loss_at=replace(worker.loss_at, loss=computed, examples=examples))
+
+
+def test_where_all_records_fail_the_step_is_refused_and_only_the_site_is_told_why(caplog):
+    """An error of a record would tell the server exactly what is in the data."""
+    account = Open()
+    for _ in range(2):
+        worker = fails_for(range(12), guarded(account))
+        with pytest.raises(SiteRefusedError, match=r"most records .* see this site's log$") as told:
+            gradient(worker)
+        assert not getattr(told.value, "__notes__", ())
+        assert len(account.charged) == 1
+    assert "6 examples of 12 cannot be read and count as none" in caplog.text
+    assert "6 examples of 6 fail and count as none" in caplog.text
+    gradient(guarded(account))  # it has left nothing of a record
+
+
+@pytest.mark.parametrize(
+    ("noise", "failed", "expected"),
+    [
+        *((1.0, 0, 0), (1.0, 6, 0), (1.0, 10, 200), (1.0, 11, 337), (1.0, 12, 391)),  # limit 6 + 4
+        *((50.0, 0, 0), (50.0, 12, 0), (50.0, 300, 200)),  # limit 6 x 50, above all noise
+    ],
+)
+def test_a_step_is_refused_by_the_number_of_records_that_fail_and_noise(noise, failed, expected):
+    private_loss, refused = guarded().loss_at, 0
+    for n in range(400):
+        try:
+            private_loss._require_computed(failed, n.to_bytes(32), Step(noise, 1.0))
+        except SiteRefusedError:
+            refused += 1
+    assert refused == pytest.approx(expected, abs=40 if expected else 0)
+
+
+def test_records_without_a_finite_gradient_have_failed(caplog):
+    worker = guarded(of=lambda rows: (X[rows] * math.nan, Y[rows]))
+    with pytest.raises(SiteRefusedError, match="most records of a step could not be computed"):
+        gradient(worker)
+    assert "12 examples of 12 fail and count as none; the first: its gradient has" in caplog.text
+
+
+def test_the_number_of_records_that_fail_is_a_part_of_the_query():
+    """Of the same noise and sum, the difference of two numbers would be bare."""
+    account = Open()
+    flat = lambda module, batch: module(batch[0]).sum() * 0  # noqa: E731
+
+    def fails(module, batch):
+        if torch.equal(batch[0], X[[3]]):
+            raise KeyError
+        return flat(module, batch)
+
+    for each in (flat, fails, flat):
+        worker = guarded(account)
+        gradient(replace(worker, loss_at=replace(worker.loss_at, loss=each)))
+    assert len(account.charged) == 2
 
 
 class PanicException(BaseException):
@@ -529,7 +583,8 @@ def test_records_that_fail_keep_nothing_in_memory():
 
     worker = guarded()
     worker = replace(worker, loss_at=replace(worker.loss_at, loss=failing))
-    gradient(worker)
+    with pytest.raises(SiteRefusedError):
+        gradient(worker)
     assert most <= 2
 
 
