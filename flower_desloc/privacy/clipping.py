@@ -62,7 +62,7 @@ def clipped_sum(
             try:
                 with exits_as_errors():
                     grads = _gradients(loss(module, example), params)
-                    norm = _norm(grads.values())
+                    norm = norm_of(grads.values())
             except Exception as error:
                 if is_of_memory(error):
                     raise
@@ -106,9 +106,12 @@ def _gradients(loss: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: grad for key, grad in zip(params, grads, strict=True) if grad is not None}
 
 
-def _norm(grads: Iterable[Tensor]) -> float:
+def norm_of(grads: Iterable[Tensor]) -> float:
+    """Return the norm of gradients together, which may be on several devices."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    if not norms:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
 
 
 @contextmanager

@@ -22,7 +22,13 @@ from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy import digests
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
-from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, zeros
+from flower_desloc.privacy.clipping import (
+    Loss,
+    clipped_sum,
+    norm_of,
+    require_independent,
+    zeros,
+)
 from flower_desloc.privacy.failures import Failures, is_of_memory
 from flower_desloc.privacy.noise import uniform, with_noise
 from flower_desloc.privacy.repeatable import accelerators, repeatable, seed_all, settings
@@ -240,16 +246,18 @@ class PrivateLoss:
                 if last not in (None, values):  # the first may make what is made once
                     raise self._changing()
 
-    def _kept(self, grads: Mapping[str, Tensor]) -> str | Tensor:
+    def _kept(self, grads: Mapping[str, Tensor]) -> str | dict[str, Tensor]:
         """Return of gradients what ``_is_same`` needs."""
-        return _flat(grads).float() if self._accelerators else digest(dict(grads))
+        if self._accelerators:
+            return {key: grad.float() for key, grad in grads.items()}
+        return digest(dict(grads))
 
-    def _is_same(self, once: str | Tensor, again: Mapping[str, Tensor]) -> bool:
+    def _is_same(self, once: str | dict[str, Tensor], again: Mapping[str, Tensor]) -> bool:
         if isinstance(once, str):
             return once == self._kept(again)
         # On an accelerator sums differ by rounding when they are repeated.
-        difference = torch.linalg.vector_norm(once - _flat(again))
-        return bool(difference <= _ROUNDING * torch.linalg.vector_norm(once))
+        difference = norm_of(once[key] - grad.float() for key, grad in again.items())
+        return difference <= _ROUNDING * norm_of(once.values())
 
     def _changing(self) -> SiteRefusedError:
         """Return the error for a module whose loss depends on those before."""
@@ -314,10 +322,6 @@ def _check_clipping(worker: Worker) -> None:
             "clipping the private gradient would scale it: set optimizer.clip_norm=null and "
             "optimizer.clip_value=null; privacy.max_grad_norm clips each example's gradient"
         )
-
-
-def _flat(grads: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([grad.flatten() for grad in grads.values()])
 
 
 def _log_failed(failed: Failures, how: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("opacus")
 
@@ -620,6 +621,33 @@ def test_a_record_without_a_gradient_is_no_witness():
             seen += 1
         del worker.module[-1]
     assert seen >= 6  # four records are tried; with one it would be 3
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("changed", "factor", "is_same"),
+    [("a", 1.0, True), ("a", 1 + 1e-3, True), ("b", 1.2, False), ("a", 1.2, False)],
+)
+def test_on_an_accelerator_a_witness_is_compared_parameter_by_parameter(changed, factor, is_same):
+    """They may be on several devices, and of all together there may be no memory for a copy."""
+    private_loss = guarded().loss_at
+    vars(private_loss)["_accelerators"] = [torch.device("cuda")]
+    once = {name: torch.linspace(-1, 1, 50, dtype=torch.float64) for name in "ab"}
+    again = once | {changed: once[changed] * factor}
+    with Sizes() as sizes:
+        assert private_loss._is_same(private_loss._kept(once), again) == is_same
+    assert sizes.most == 50
 
 
 def test_another_site_in_the_same_process_goes_on():
