@@ -98,13 +98,14 @@ def _computed_by(config: Config) -> tuple[object, ...]:
     return (*code, *machine, config.task, config.task_options, config.model, config.data)
 
 
-def _processor() -> str:
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return what the processor is: others round otherwise."""
+    named = ("model name", "CPU implementer", "CPU part")  # on x86, and on ARM
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line
-    return repr(platform.uname())
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        if found := {line for line in lines if line.startswith(named)}:
+            return repr(sorted(found))
+    return repr((platform.machine(), platform.processor()))
 
 
 def site_budget(node: NodeConfig) -> Budget | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ pytest.importorskip("opacus")
 
 from client_app import worker as client_worker
 from client_app.client import WorkerBuilder
-from client_app.privacy import private_worker
+from client_app.privacy import _processor, private_worker
 from client_app.worker import RunParts
 from flower_desloc.app.config import ConfigError, dump, load
 from flower_desloc.app.engines import in_process
@@ -263,6 +264,25 @@ def test_a_run_is_known_to_be_private_also_where_its_parts_cannot_be_built(tmp_p
         with pytest.raises(KeyError):
             built(tmp_path, f"privacy.epsilon={epsilon}", builder=builder)
         assert builder.is_private() == is_private
+
+
+ARM = "processor\t: {n}\nBogoMIPS\t: {n}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n\n"
+
+
+def test_a_processor_is_its_model_whatever_the_machine_is_called(tmp_path, monkeypatch):
+    def written(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        return _processor(tmp_path / "cpuinfo")
+
+    of_x86 = written("processor\t: 0\nmodel name\t: Xeon\ncpu MHz\t: 2000.1\n")
+    assert of_x86 == written("processor\t: 0\nmodel name\t: Xeon\ncpu MHz\t: 2000.2\n")
+    cores = [ARM.format(n=n, part=part) for n, part in enumerate(("0xd05", "0xd0a"))]
+    assert written("".join(cores)) == written("".join(reversed(cores)))
+    assert len({of_x86, written(cores[0]), written(cores[1]), written("".join(cores))}) == 4
+    once = written(""), _processor(tmp_path / "none")
+    called = platform.uname()._replace(node="another")
+    monkeypatch.setattr(platform, "uname", lambda: called)
+    assert (written(""), _processor(tmp_path / "none")) == once
 
 
 def test_a_ledger_bears_a_name_that_stays(tmp_path):
