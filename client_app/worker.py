@@ -24,8 +24,8 @@ from flower_desloc.core.worker import Worker
 class RunParts:
     """What the clients of one run share in a process; each part is built once.
 
-    The model carries nothing from one client to the next, as a worker's streams are all put back
-    before use.
+    The model carries no stream from one client to the next, as all are put back before use. What a
+    module of your own keeps besides, such as records, the next simulated client finds.
 
     Parameters
     ----------
