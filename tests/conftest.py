@@ -79,3 +79,15 @@ def by_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(is_grid, lambda _, name: name == "HttpGrid")
     yield
     at_site._forget_client()
+
+
+@pytest.fixture
+def unspoiled() -> Iterator[None]:
+    """Give a test a process in which no private step has failed."""
+    pytest.importorskip("opacus")
+    from flower_desloc.privacy import worker
+
+    worker._traced.clear()
+    worker._spoiled.clear()
+    yield
+    worker._spoiled.clear()
