@@ -107,6 +107,9 @@ class GivenSums:
         """Add a sum to those that were read; return the bytes of the file, on the disk."""
         if given not in self._sums:
             self._append({_GIVEN: asdict(given)})
+        else:  # by a process that may have been killed before the line was on the disk
+            with self._path.open("ab") as file:
+                os.fsync(file.fileno())
         return self._end
 
     def forget(self, steps: Steps) -> list[GivenSum]:

@@ -101,8 +101,9 @@ class _Stored:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SiteRefusedError(
                 f"the record of this site's secure sums, secure/{path.name} in its state-dir, is "
-                "damaged or of another version; delete it: what was given away is in "
-                f"secure/{given_file(path).name}, which must stay",
+                "damaged or of another version; delete it, but keep "
+                f"secure/{given_file(path).name}, which has what was given away: without that the "
+                "server may learn the difference of two sums, which is that of single sites",
                 f"{path}: {error}",
             ) from error
 

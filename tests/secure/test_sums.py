@@ -1,6 +1,7 @@
 """Laws of secure sums: exact, hidden below the threshold, and refused to a server that lies."""
 
 import json
+import os
 import shlex
 import stat
 from collections.abc import Mapping
@@ -396,7 +397,11 @@ def test_a_sum_that_was_given_before_the_site_was_killed_is_known_and_given_agai
     line = path.read_bytes()
     assert line  # it is on the disk before the site's other file says that it was given
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert sites.restarted("site-a").unmask(server.signatures)
+    synced: list[int] = []
+    with monkeypatch.context() as patch:  # its process may have been killed before it did so
+        patch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_ino))
+        assert sites.restarted("site-a").unmask(server.signatures)
+    assert path.stat().st_ino in synced
     assert path.read_bytes() == line
     sites.until_masked(again := ServerSum(terms(4, attempt="two")), {"site-d": 2})
     with pytest.raises(ValueError, match="given away already"):

@@ -102,9 +102,17 @@ def note(node: Mapping[str, Any], message: Message, event: str, what: Mapping[st
 def _spent(
     message: Message, context: Context, spent: Callable[[Context], Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return what the run has spent after training: only then is the accountant in memory."""
-    is_training = message.metadata.message_type.startswith("train")
-    return {"spent": told} if is_training and (told := spent(context)) else {}
+    """Return what the run has spent after training: only then is the accountant in memory.
+
+    Its error must not lose a trained window, nor reach the server.
+    """
+    if not message.metadata.message_type.startswith("train"):
+        return {}
+    try:
+        told = dict[str, Any](spent(context))
+    except Exception as error:
+        told = {"error": type(error).__name__}
+    return {"spent": told} if told else {}
 
 
 def _content(content: RecordDict) -> dict[str, Any]:

@@ -259,6 +259,15 @@ def test_whatever_a_record_may_hold_is_written_as_json(tmp_path):
     assert line["sent"]["config"] == {**told, **nothing, "none": []}
 
 
+def test_where_it_is_not_known_what_is_spent_the_window_is_not_lost(tmp_path):
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    context = Context(1, 7, {"audit-log": str(tmp_path / "log")}, RecordDict(), {})
+    reply = Message(RecordDict(), reply_to=message)
+    assert audited(message, context, lambda *_: reply, lambda _: {"epsilon": 1 / 0}) is reply
+    (line,) = lines(tmp_path / "log")
+    assert line["spent"] == {"error": "ZeroDivisionError"}
+
+
 def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_leave(
     site, tmp_path
 ):
