@@ -43,8 +43,7 @@ class WorkerBuilder:
         parts = self._parts_of(config, node)
         require_settings(parts.stated, node)
         parallelism = Parallelism.of(node)
-        is_private = parts.config.privacy.epsilon is not None or {"epsilon", "delta"} & node.keys()
-        if is_private:
+        if parts.stated.privacy.epsilon is not None or _has_budget(node):
             from client_app.privacy import private_worker  # Opacus takes seconds to import
 
             worker, account = private_worker(parts, context, str(config[RUN_KEY]), parallelism)
@@ -70,10 +69,16 @@ class WorkerBuilder:
 
     def _parts_of(self, config: Settings, node: NodeConfig) -> RunParts:
         alike = {key: str(text) for key, text in config.items() if key in ALIKE}
-        sent = str(config["settings"]), alike, device_of(node)
-        if self._parts is None or self._parts[0] != sent:
-            self._parts = sent, RunParts(*sent, site_of(node).data_path)
+        sent, is_private = (str(config["settings"]), alike, device_of(node)), _has_budget(node)
+        if self._parts is None or self._parts[0] != (*sent, is_private):
+            parts = RunParts(*sent, site_of(node).data_path, is_private=is_private)
+            self._parts = (*sent, is_private), parts
         return self._parts[1]
+
+
+def _has_budget(node: NodeConfig) -> bool:
+    """Return whether a node config has anything of a privacy budget."""
+    return not {"epsilon", "delta"}.isdisjoint(node)
 
 
 make_importable()  # the greeting compares a task's code before it is imported

@@ -38,6 +38,8 @@ class RunParts:
     data_path : Path, optional
         A site's data, on which ``data.micro_batch_size=auto`` is found; by default that of the
         first simulated client.
+    is_private : bool
+        Whether the site has a privacy budget of its own.
 
     """
 
@@ -47,18 +49,22 @@ class RunParts:
         alike: Mapping[str, str],
         device: torch.device,
         data_path: Path | None = None,
+        *,
+        is_private: bool = False,
     ) -> None:
         self.sent = settings, {**alike}
         self.stated = parse(settings)
         self.device = device
-        self._alike, self._data_path = alike, data_path
+        self._alike, self._data_path, self._is_private = alike, data_path, is_private
         # Of hundreds of simulated clients, each has a part of one data set.
         self.data = lru_cache(maxsize=1024)(self._client_data)
 
     @cached_property
     def config(self) -> Config:
         """The configuration, with the number that ``data.micro_batch_size=auto`` is here."""
-        return with_micro_batch_size(self.stated, self.device, self._data_path)
+        return with_micro_batch_size(
+            self.stated, self.device, self._data_path, is_private=self._is_private
+        )
 
     @cached_property
     def task(self) -> Task:

@@ -56,7 +56,7 @@ def plain(**options):
         clipping=Clipping(norm=1.0),
         evaluate=lambda: {"loss": 1.0},
         data_version=lambda: "version",
-        info=ClientInfo(device="cpu", data={"label": len(X)}),
+        info=ClientInfo(device="cpu", memory_free=1, micro_batch=4, data={"label": len(X)}),
         **options,
     )
 

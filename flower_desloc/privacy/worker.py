@@ -297,7 +297,7 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
     """Return ``worker`` with private gradients, and without all that it says of its data.
 
     Its losses are NaN, it evaluates nothing, it counts as one example, and neither the sizes nor
-    the version of its data are sent.
+    the version of its data are sent, nor the free memory, which depends on them.
 
     Raises ``SiteRefusedError`` naming a module that has no gradients of single examples, and for an
     optimizer that counts on noise which clipping would change.
@@ -310,7 +310,7 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
         num_examples=1,
         evaluate=None,
         data_version=None,
-        info=replace(worker.info, data={}),
+        info=replace(worker.info, data={}, memory_free=None, micro_batch=None),
     )
 
 

@@ -20,6 +20,7 @@ from client_app.privacy import _processor, private_worker
 from client_app.worker import RunParts
 from flower_desloc.app.config import ConfigError, dump, load
 from flower_desloc.app.engines import in_process
+from flower_desloc.app.setup import measured_step
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
@@ -255,7 +256,7 @@ def test_a_site_cannot_become_private_in_the_middle_of_a_run(tmp_path):
 
 
 def test_a_run_is_known_to_be_private_also_where_its_parts_cannot_be_built(tmp_path, monkeypatch):
-    def failing(*_):
+    def failing(*_, **__):
         raise KeyError("Jane Doe")
 
     monkeypatch.setattr(client_worker, "with_micro_batch_size", failing)
@@ -264,6 +265,25 @@ def test_a_run_is_known_to_be_private_also_where_its_parts_cannot_be_built(tmp_p
         with pytest.raises(KeyError):
             built(tmp_path, f"privacy.epsilon={epsilon}", builder=builder)
         assert builder.is_private() == is_private
+
+
+@pytest.mark.parametrize(
+    ("overrides", "node"), [(["privacy.epsilon=1"], {}), ([], {"epsilon": 1.0, "delta": 1e-5})]
+)
+def test_no_step_is_measured_on_private_records(tmp_path, monkeypatch, overrides, node):
+    def measured(*_):
+        raise AssertionError
+
+    find = measured_step.with_micro_batch_size
+    monkeypatch.setattr(measured_step, "_largest_that_fits", measured)
+    monkeypatch.setattr(  # where there is a GPU
+        client_worker,
+        "with_micro_batch_size",
+        lambda config, _, path, **options: find(config, torch.device("cuda", 0), path, **options),
+    )
+    built(tmp_path, "data.micro_batch_size=auto", *overrides, **node)
+    with pytest.raises(AssertionError):
+        built(tmp_path, "data.micro_batch_size=auto")
 
 
 ARM = "processor\t: {n}\nBogoMIPS\t: {n}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n\n"

@@ -162,7 +162,7 @@ class Data:
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
     """Examples that go through the model at once; divides batch_size. `auto`: as many as fit into
-    each client's GPU, found by halving the batch, and 1 on a CPU; null: the whole batch."""
+    each client's GPU, by halving the batch, 1 on CPUs or with privacy; null: the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,18 +75,20 @@ def measured_step(
 
 
 def with_micro_batch_size(
-    config: Config, device: torch.device, data_path: Path | None = None
+    config: Config, device: torch.device, data_path: Path | None = None, *, is_private: bool = False
 ) -> Config:
     """Return ``config`` with the number that ``data.micro_batch_size=auto`` is on ``device``.
 
     On a GPU the batch is halved until a step fits into most of the client's share of the memory:
     of the total and not of what is free, because the size changes the last bits of a gradient. It
-    is 1 on a CPU, where the system kills a process that runs out of memory.
+    is 1 on a CPU, where the system kills a process that runs out of memory, and with differential
+    privacy, which computes each example alone: what fits would tell of the data.
     """
     data = config.data
     if data.micro_batch_size != AUTO:
         return config
-    size = _largest_that_fits(config, device, data_path) if device.type == "cuda" else 1
+    is_measured = device.type == "cuda" and config.privacy.epsilon is None and not is_private
+    size = _largest_that_fits(config, device, data_path) if is_measured else 1
     return replace(config, data=replace(data, micro_batch_size=size))
 
 

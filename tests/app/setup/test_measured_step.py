@@ -73,6 +73,14 @@ def test_auto_is_one_on_a_cpu_where_no_step_can_run_out_of_memory(monkeypatch):
     assert gpu.tried == gpu.shares == []
 
 
+def test_nothing_is_measured_on_the_examples_of_a_private_client(monkeypatch):
+    gpu = SmallGPU(8, monkeypatch)
+    of_run = RunParts(dump(auto("privacy.epsilon=1")), {}, GPU)
+    of_site = RunParts(dump(auto()), {}, GPU, is_private=True)
+    assert [parts.config.data.micro_batch_size for parts in (of_run, of_site)] == [1, 1]
+    assert gpu.tried == gpu.shares == []
+
+
 def test_a_client_has_the_number_that_was_found_and_keeps_one_that_is_stated(monkeypatch):
     SmallGPU(3, monkeypatch)
     found = RunParts(dump(auto("data.batch_size=8")), {}, GPU).config
