@@ -2,10 +2,11 @@
 
 import hmac
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Event, Lock
 from typing import Any
@@ -40,6 +41,8 @@ _WITNESSES = 4
 """Records that are tried for one that has a gradient."""
 _MOST_ANSWERS = 8
 """Different sums of one step: they differ only if data change, or fail at times."""
+_DEVIATIONS = 6
+"""How far noise and draws may move the number of records that fail; more practically never."""
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
 
@@ -91,13 +94,15 @@ class PrivateLoss:
     """Bound C of the norm of a record's gradient."""
     context: str = ""
     """What else the gradient depends on, such as the run's name and the model's settings."""
+    _noisy_failures: dict[bytes, float] = field(default_factory=dict, init=False, repr=False)
+    """Of each answer, how many records failed, with noise."""
 
     def __call__(self, step: int) -> Tensor:
         """Charge the account for the step after ``step`` completed ones; return its loss.
 
         Raises ``BudgetSpentError`` if the budget does not suffice, before a record is read, and
         ``SiteRefusedError`` where the loss of a record is seen to depend on others, or most records
-        fail.
+        of the steps so far fail.
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
@@ -162,15 +167,18 @@ class PrivateLoss:
         Their number gets noise, and costs nothing: times the bound C, it is one more coordinate of
         the sum. A record that fails has C there and a gradient of 0, any other and an empty one 0.
         So one in place of an empty one still changes all by at most C.
+
+        The noise of one step may hide all of them, so the numbers of all steps so far are added.
         """
         noisy = torch.tensor(failed, dtype=torch.float64)
         if cost.noise_multiplier:  # no parameter has a name with an empty part
             noisy = with_noise(noisy, self._key(key, ".failed"), cost.noise_multiplier)
-        half = cost.sample_rate * self.examples.number / 2
-        if noisy > max(half, 2 * cost.noise_multiplier) + 4 * cost.noise_multiplier:
+        self._noisy_failures[key] = float(noisy)
+        steps, half = len(self._noisy_failures), cost.sample_rate * self.examples.number / 2
+        deviation = math.sqrt(steps * (cost.noise_multiplier**2 + half))  # if half of them fail
+        if sum(self._noisy_failures.values()) > steps * half + _DEVIATIONS * deviation:
             raise SiteRefusedError(
-                "differential privacy: most records of a step could not be computed; see this "
-                "site's log"
+                "differential privacy: most records could not be computed; see this site's log"
             )
 
     def _noised(
