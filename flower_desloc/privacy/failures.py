@@ -1,9 +1,19 @@
 """Records that fail."""
 
+import errno
 from dataclasses import dataclass
 from traceback import format_exception
 
 import torch
+
+_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+    "ALLOC_FAILED",
+)
+"""Texts of PyTorch's errors on CPUs and GPUs, and those of the libraries it calls."""
 
 
 @dataclass
@@ -29,7 +39,13 @@ def is_of_memory(error: Exception) -> bool:
     """Return whether memory was too small, which is no fault of a record."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return "can't allocate memory" in _text(error)  # PyTorch's, on a CPU
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # Errors of other types, and a task's own, may quote a record.
+    is_of_pytorch = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+    if not (isinstance(error, RuntimeError) and is_of_pytorch):
+        return False
+    return any(text in _text(error) for text in _OF_MEMORY)
 
 
 def _text(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Records that cannot be computed count as none, and tell nobody but the site."""
 
+import errno
 import math
 import weakref
 from contextlib import suppress
@@ -15,7 +16,7 @@ from private_workers import Open, X, Y, gradient, guarded, loss
 
 from flower_desloc.core.errors import SiteRefusedError
 from flower_desloc.privacy.accounting import Step
-from flower_desloc.privacy.failures import Failures
+from flower_desloc.privacy.failures import Failures, is_of_memory
 
 pytestmark = pytest.mark.usefixtures("unspoiled")
 
@@ -49,7 +50,7 @@ def test_where_all_records_fail_steps_are_refused_and_only_the_site_is_told_why(
     account = Open()
     for _ in range(2):
         worker = fails_for(range(12), guarded(account))
-        with pytest.raises(SiteRefusedError, match="most records .* see this site's log$") as told:
+        with pytest.raises(SiteRefusedError, match=r"most records .* see this site's log$") as told:
             worker.steps(0, 12)
         assert not getattr(told.value, "__notes__", ())
     assert 4 < len(account.charged) < 12  # repeated alike
@@ -150,6 +151,30 @@ def test_too_little_memory_and_the_end_of_the_program_are_no_errors_of_a_record(
 
     with pytest.raises(error):
         gradient(guarded(of=of))
+
+
+class OwnError(RuntimeError):
+    """An error of a task."""
+
+
+TEXTS = [
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",
+    "CUDA error: out of memory",
+    "std::bad_alloc",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_error_is_of_memory_if_it_is_pytorchs(text):
+    """A record's own, which may quote it, would tell that it is there."""
+    assert is_of_memory(RuntimeError(text))
+    for of_record in (ValueError, KeyError, OSError, OwnError, IndexError):
+        assert not is_of_memory(of_record(text))
+    assert not is_of_memory(RuntimeError("shapes differ"))
+    assert is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_of_memory(OSError(errno.ENOENT, text))
 
 
 def test_records_that_fail_keep_nothing_in_memory():
