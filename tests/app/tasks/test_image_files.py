@@ -14,7 +14,7 @@ from digits import SMALL, digits, run
 
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.tasks import Site
-from flower_desloc.app.tasks.image_classification import ImageClassification
+from flower_desloc.app.tasks.image_classification import ImageClassification, batches
 from flower_desloc.app.tasks.image_classification.sources import read
 from flower_desloc.app.tasks.source import Source
 
@@ -200,6 +200,27 @@ def test_an_example_that_cannot_be_decoded_is_the_fault_of_no_other(animals, tmp
         with suppress(OSError, ValueError):
             shades.append(data.examples([number]).images[0, 0, 0, 0].item())
     assert shades == [0, 20, 40, 80, 120, 140]
+    assert data.examples([1, 2, 1]).images[:, 0, 0, 0].tolist() == [20, 40, 20]
+
+
+def test_an_example_is_decoded_once_and_given_as_a_copy(animals, monkeypatch):
+    data = on(animals).client_data(Site(0, 1))
+    decoded: list[int] = []
+    decode = batches.decode_rows
+
+    def counted(config, part, rows):
+        decoded.extend(rows)
+        return decode(config, part, rows)
+
+    monkeypatch.setattr(batches, "decode_rows", counted)
+    first = data.examples([3])
+    once = first.images.clone(), first.labels.clone()
+    first.images.add_(1)
+    first.labels.add_(1)
+    again = data.examples([3])
+    assert torch.equal(again.images, once[0])
+    assert torch.equal(again.labels, once[1])
+    assert len(decoded) == 1
 
 
 def test_private_images_that_the_run_cannot_take_are_refused(animals, tmp_path):

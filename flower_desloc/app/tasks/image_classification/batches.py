@@ -111,6 +111,7 @@ class ImageShard:
                 "data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
+        self._decoded: set[int] = set()
         labels = corpus.train.labels[rows.train]
         self.num_examples = len(labels)
         counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
@@ -128,10 +129,15 @@ class ImageShard:
         )
 
     def examples(self, numbers: Sequence[int]) -> ImageBatch:
-        """Return training images, decoded anew: one that cannot be decoded is no other's fault."""
-        return decode_rows(
-            self._config, self._corpus.train, [self._rows.train[number] for number in numbers]
-        )
+        """Return copies of training images.
+
+        Each is decoded alone, when it is first asked for: one that cannot be is no other's fault.
+        """
+        for number in {*numbers} - self._decoded:
+            one = decode_rows(self._config, self._corpus.train, [self._rows.train[number]])
+            self._examples.images[number] = one.images[0]
+            self._decoded.add(number)
+        return self._examples.rows(np.array(numbers, dtype=np.int64))
 
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
@@ -154,6 +160,13 @@ class ImageShard:
     @cached_property
     def _train(self) -> ImageBatch:
         return decode_rows(self._config, self._corpus.train, self._rows.train)
+
+    @cached_property
+    def _examples(self) -> ImageBatch:
+        """All training images, of which those of the numbers ``_decoded`` are filled in."""
+        shape, labels = common_shape(self._config), self._corpus.train.labels[self._rows.train]
+        size = (len(labels), shape.channels, shape.height, shape.width)
+        return ImageBatch(torch.empty(size, dtype=torch.uint8), torch.from_numpy(labels))
 
     @cached_property
     def _heldout(self) -> ImageBatch:
