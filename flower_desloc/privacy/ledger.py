@@ -101,7 +101,12 @@ class Ledger(Lines):
         with self._lock:
             self.read()
             if self._end > self._on_disk:
-                with self._path.open("ab") as file:
+                # Written again: where it failed once, the next fsync of the same does nothing.
+                with self._path.open("r+b") as file:
+                    file.seek(self._on_disk)
+                    lines = file.read(self._end - self._on_disk)
+                    file.seek(self._on_disk)
+                    file.write(lines)
                     self._sync(file)
                 self._on_disk = self._end
             yield
@@ -138,7 +143,7 @@ class Ledger(Lines):
         file.flush()
         os.fsync(file.fileno())
         if not self._on_disk:  # its name may not be there either
-            _sync_folder(self._path.parent)
+            _sync_folders(self._path)
 
 
 def _secret(path: Path) -> bytes:
@@ -152,7 +157,7 @@ def _secret(path: Path) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
-        _sync_folder(path.parent)
+        _sync_folders(path)
     secret = path.read_bytes()
     if len(secret) != 32:
         raise SiteRefusedError(
@@ -162,9 +167,18 @@ def _secret(path: Path) -> bytes:
     return secret
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
+def _sync_folders(path: Path) -> None:
+    """Put the name of a file on disk, and those of its folders, which may be new."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    device = path.stat().st_dev
+    for folder in path.absolute().parents:
+        if folder.stat().st_dev != device:
+            return
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except PermissionError:  # of another user, so it is not new
+            return
         try:
             os.fsync(handle)
         finally:

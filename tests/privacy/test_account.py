@@ -222,12 +222,14 @@ def test_a_line_is_whole_or_absent_after_a_kill(tmp_path, torn):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Return a list of what is put on disk, files or folders."""
-    handles, fsync = [], os.fsync
+    """Return a list of what is put on disk: a file, or folders."""
+    handles: list[str] = []
+    fsync = os.fsync
 
     def counted(handle):
         fsync(handle)
-        handles.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        what = "folders" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
+        handles.extend([what] if [what] != handles[-1:] else [])
 
     monkeypatch.setattr(os, "fsync", counted)
     return handles
@@ -248,7 +250,56 @@ def test_the_line_of_a_killed_process_is_put_on_disk_before_its_answer_is_given(
         assert synced == ["file"]
     synced.clear()
     account(tmp_path, of_run=0.5).charge("b", "", STEP)
-    assert synced == ["file", "folder"]
+    assert synced == ["file", "folders"]
+
+
+@pytest.mark.usefixtures("linear")
+def test_what_could_not_be_put_on_disk_is_written_again(tmp_path, monkeypatch):
+    """After an error the system takes the file for written: another fsync alone does nothing."""
+    mine, path, fsync = account(tmp_path, of_run=0.5), tmp_path / "site.jsonl", os.fsync
+    mine.charge("a", "", STEP)
+
+    def fails(*_):
+        os.utime(path, (0, 0))
+        raise OSError(5, "Input/output error")
+
+    def written(handle):
+        is_file = stat.S_ISREG(os.fstat(handle).st_mode)
+        assert not is_file or os.fstat(handle).st_mtime > 0
+        fsync(handle)
+
+    line = path.read_text()
+    with path.open("a") as file:  # another process, which is killed
+        file.write(line.replace('"query": "a"', '"query": "b"'))
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        mine.charge("b", "", STEP)
+    monkeypatch.setattr(os, "fsync", written)
+    mine.charge("b", "", STEP)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        patch.setattr(os, "truncate", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            mine.charge("c", "", STEP)
+    mine.charge("c", "", STEP)
+    assert Ledger(tmp_path, "site").steps() == {STEP: 3}
+    assert path.read_text().startswith(line)
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.usefixtures("linear")
+def test_the_names_of_new_folders_are_put_on_disk(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def noted(handle):
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    folder = tmp_path / "state" / "privacy"
+    mine = account(folder, of_run=0.5)
+    monkeypatch.setattr(os, "fsync", noted)
+    mine.charge("a", "", STEP)
+    assert {each.stat().st_ino for each in (folder, folder.parent, tmp_path)} <= synced
 
 
 @pytest.mark.usefixtures("linear")
@@ -264,7 +315,7 @@ def test_a_line_that_cannot_be_put_on_disk_is_taken_back(tmp_path, synced, monke
                 mine.charge(query, "", STEP)
         synced.clear()
         mine.charge(query, "", STEP)
-        assert synced == (["file", "folder"] if query == "a" else ["file"])
+        assert synced == (["file", "folders"] if query == "a" else ["file"])
     assert Ledger(tmp_path, "site").steps() == {STEP: 2}
     assert len((tmp_path / "site.jsonl").read_text().splitlines()) == 2
 
