@@ -33,9 +33,10 @@ def clipped_sum(
     """Return the sum over ``examples`` of their clipped gradients, by parameter.
 
     The gradient of an example, over all ``params`` together, is scaled down to the norm
-    ``max_grad_norm`` if it is longer; one with NaN or infinity fails, and counts as zero. So an
-    example more or less changes the sum by at most ``max_grad_norm``, unless the module keeps what
-    it computes, for which ``PrivateLoss`` looks. Abadi et al. 2016, arXiv:1607.00133.
+    ``max_grad_norm`` if it is longer. An example fails, and counts as zero, if its gradient has NaN
+    or infinity, or its loss depends on no parameter. So an example more or less changes the sum by
+    at most ``max_grad_norm``, unless the module keeps what it computes, for which ``PrivateLoss``
+    looks. Abadi et al. 2016, arXiv:1607.00133.
 
     Each gradient is computed alone. Those of several at once (``torch.func.vmap``) depend on how
     many there are by rounding, and by more than the bound with parameters that are made for it. The
@@ -100,10 +101,13 @@ def require_independent(module: nn.Module) -> None:
 
 
 def _gradients(loss: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not loss.requires_grad:  # a constant
-        return {}
-    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    return {key: grad for key, grad in zip(params, grads, strict=True) if grad is not None}
+    grads: dict[str, Tensor] = {}
+    if loss.requires_grad:
+        all_of = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        grads = {key: grad for key, grad in zip(params, all_of, strict=True) if grad is not None}
+    if not grads:
+        raise ValueError("its loss depends on no parameter; is it detached?")
+    return grads
 
 
 def norm_of(grads: Iterable[Tensor]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from threading import Event, Lock
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ class PrivateLoss:
         is_same = self._is_same(kept, again) and digests.of_weights(self.module) == weights
         if not is_same or digests.of_attributes(self.module) != held:
             raise self._changing()
-        _log_failed(failed, f"of {len(records)} fail")
+        self._log(failed, f"of {len(records)} fail")
         return found, total, len(drawn) - len(records) + failed.number
 
     def _require_computed(self, failed: int, key: bytes, cost: Step) -> None:
@@ -214,8 +214,17 @@ class PrivateLoss:
                     if is_of_memory(error):
                         raise
                     failed.add(error)  # it would tell that the record is there
-        _log_failed(failed, f"of {len(drawn)} cannot be read")
+        self._log(failed, f"of {len(drawn)} cannot be read")
         return records
+
+    def _log(self, failed: Failures, how: str) -> None:
+        if failed.number:
+            traceback = "" if self.account.secret in _traced else f"\n{failed.traceback}"
+            _LOG.error(
+                f"{failed.number} examples {how} and count as none; the first: {failed.text}"
+                f"{traceback}"
+            )
+            _traced.add(self.account.secret)
 
     def _again(self, query: bytes, number: int, before: str) -> dict[int, Any]:
         """Return a record anew; raises ``SiteRefusedError`` if it is another than before."""
@@ -332,15 +341,6 @@ def _check_clipping(worker: Worker) -> None:
         )
 
 
-def _log_failed(failed: Failures, how: str) -> None:
-    if failed.number:
-        traceback = "" if _traced.is_set() else f"\n{failed.traceback}"
-        _LOG.error(
-            f"{failed.number} examples {how} and count as none; the first: {failed.text}{traceback}"
-        )
-        _traced.set()
-
-
 def _marks(module: nn.Module) -> list[tuple[int, int]]:
     """Return what changes with the buffers, but not by ``.data``."""
     return [(id(t), t._version) for t in module.buffers()]
@@ -348,8 +348,8 @@ def _marks(module: nn.Module) -> list[tuple[int, int]]:
 
 _alone = Lock()
 """Held by the step that uses the process' random generators."""
-_traced = Event()
-"""Set once a failing record's traceback is in the log."""
+_traced: set[bytes] = set()
+"""Secrets of the sites of which a failing record's traceback is in the log."""
 _spoiled: set[bytes] = set()
 """Secrets of the sites of which a step has failed here: it may have kept something of a record."""
 

@@ -153,6 +153,26 @@ def test_too_little_memory_and_the_end_of_the_program_are_no_errors_of_a_record(
         gradient(guarded(of=of))
 
 
+@pytest.mark.parametrize(
+    "of", [lambda m, b: loss(m, b).detach(), lambda m, b: b[0].clone().requires_grad_().sum()]
+)
+def test_records_whose_loss_depends_on_no_parameter_have_failed(of, caplog):
+    """Else all of a run would be bare noise; without privacy the backward pass raises."""
+    worker = guarded()
+    worker = replace(worker, loss_at=replace(worker.loss_at, loss=of))
+    with pytest.raises(SiteRefusedError, match="most records could not be computed"):
+        worker.steps(0, 12)
+    assert "12 examples of 12 fail" in caplog.text
+    assert "its loss depends on no parameter; is it detached?" in caplog.text
+
+
+def test_each_site_of_a_process_logs_one_traceback(caplog):
+    for secret in (bytes(32), bytes(31) + b"1"):
+        worker = fails_for([3], guarded(Open(secret=secret)))
+        worker.steps(0, 2)
+    assert caplog.text.count("Traceback (most recent call last)") == 2
+
+
 class OwnError(RuntimeError):
     """An error of a task."""
 
