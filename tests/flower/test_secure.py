@@ -35,7 +35,7 @@ PERIODS = (2, 3, 6)
 
 @pytest.fixture(autouse=True)
 def _keys(tmp_path, monkeypatch):
-    introduce(tmp_path / "keys", [f"client-{m}" for m in range(5)])
+    introduce(tmp_path / "keys", [f"client-{m}" for m in range(7)])
     monkeypatch.setenv(SECURE_KEYS, str(tmp_path / "keys"))
 
 
@@ -273,6 +273,18 @@ def test_a_window_that_some_have_unmasked_is_repeated_over_the_same_sites(
     first, second = run.watch.records[1:3]
     assert {*first.clients} == {f"client-{node - 1}" for node in unmasking[:3]}
     assert len(second.clients) == 4
+
+
+def test_of_sites_that_may_have_given_and_others_the_others_are_asked(tmp_path):
+    """Those would take their steps, and then refuse."""
+    policy = Policy(min_clients=3, fraction_train=0.7)
+    run = secure(tmp_path, clients=7, policy=policy, **ONE)
+    run.watch.after.clear()  # some sites have no state
+    run.start()
+    given = {f"client-{number}" for number in range(4)}
+    for gone, expected in (("client-0", given), ("gone", {"client-4", "client-5", "client-6"})):
+        run.strategy._given = frozenset({gone, *given})
+        assert {member.name for member in run.strategy._drawn()} == expected
 
 
 @pytest.mark.parametrize("away", [(0,), (0, 1)])

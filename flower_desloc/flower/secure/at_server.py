@@ -176,16 +176,17 @@ class SecureDesLoc(DesLoc):
         """Return the sites to ask: after a sum that some may have given, those that are in it.
 
         They give no other sum of these steps. Who has given is not known: an answer may be lost. If
-        one of them is gone, others are asked first, which have given none.
+        one of them is gone, others are asked, which have given none, where there are enough.
         """
         now, members = self.loop.round, self.loop.members
         same = [member for member in members.online() if member.name in self._given]
         if self._given and len(same) == len(self._given):
             return same
         most = max(now.failures.values(), default=0) + 1
-        return members.drawn(
-            now.window.start, now.failures | dict.fromkeys(sorted(self._given), most)
-        )
+        last = dict.fromkeys(sorted(self._given), most)
+        drawn = members.drawn(now.window.start, now.failures | last)
+        others = [member for member in drawn if member.name not in self._given]
+        return others if len(others) >= self.policy.min_clients else drawn
 
     def _agree(self, members: Iterable[Member], config: ConfigRecord) -> ServerSum:
         """Exchange keys and shares; raises ``HiddenSumError`` below the threshold.
