@@ -221,6 +221,10 @@ def test_an_example_is_decoded_once_and_given_as_a_copy(animals, monkeypatch):
     assert torch.equal(again.images, once[0])
     assert torch.equal(again.labels, once[1])
     assert len(decoded) == 1
+    monkeypatch.setattr(batches, "_KEPT", 2 * again.images.nbytes)
+    for number in (4, 5, 5, 4):
+        data.examples([number])
+    assert len(decoded) == 4  # there is room for two
 
 
 def test_private_images_that_the_run_cannot_take_are_refused(animals, tmp_path):

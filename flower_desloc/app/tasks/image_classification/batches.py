@@ -32,6 +32,8 @@ from flower_desloc.app.tasks.partition import (
 from flower_desloc.app.tasks.protocol import FEWER_CLIENTS, Site
 from flower_desloc.app.tasks.source import Source
 
+_KEPT = 1 << 30
+"""Bytes of images that are kept once they were decoded alone."""
 _DIGESTED = 1000
 """Images of each part that a client's digest covers."""
 
@@ -111,7 +113,7 @@ class ImageShard:
                 "data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
-        self._decoded: set[int] = set()
+        self._decoded: dict[int, Tensor] = {}  # by row
         labels = corpus.train.labels[rows.train]
         self.num_examples = len(labels)
         counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
@@ -131,13 +133,11 @@ class ImageShard:
     def examples(self, numbers: Sequence[int]) -> ImageBatch:
         """Return copies of training images.
 
-        Each is decoded alone, when it is first asked for: one that cannot be is no other's fault.
+        Each is decoded alone: one that cannot be decoded is no other's fault.
         """
-        for number in {*numbers} - self._decoded:
-            one = decode_rows(self._config, self._corpus.train, [self._rows.train[number]])
-            self._examples.images[number] = one.images[0]
-            self._decoded.add(number)
-        return self._examples.rows(np.array(numbers, dtype=np.int64))
+        rows = [self._rows.train[number] for number in numbers]
+        labels = torch.from_numpy(self._corpus.train.labels[rows])
+        return ImageBatch(torch.stack([self._image(row) for row in rows]), labels)
 
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
@@ -161,12 +161,14 @@ class ImageShard:
     def _train(self) -> ImageBatch:
         return decode_rows(self._config, self._corpus.train, self._rows.train)
 
-    @cached_property
-    def _examples(self) -> ImageBatch:
-        """All training images, of which those of the numbers ``_decoded`` are filled in."""
-        shape, labels = common_shape(self._config), self._corpus.train.labels[self._rows.train]
-        size = (len(labels), shape.channels, shape.height, shape.width)
-        return ImageBatch(torch.empty(size, dtype=torch.uint8), torch.from_numpy(labels))
+    def _image(self, row: int) -> Tensor:
+        """Return an image, which is kept while there is room."""
+        if row in self._decoded:
+            return self._decoded[row]
+        image: Tensor = decode_rows(self._config, self._corpus.train, [row]).images[0]
+        if (len(self._decoded) + 1) * image.nbytes <= _KEPT:
+            self._decoded[row] = image
+        return image
 
     @cached_property
     def _heldout(self) -> ImageBatch:
