@@ -41,7 +41,9 @@ def is_of_memory(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # Errors of other types, and a task's own, may quote a record.
+    if error.__cause__ is not None:  # an exit or a panic, which may quote a record
+        return False
+    # As errors of other types, and a task's own, may.
     is_of_pytorch = type(error).__module__.partition(".")[0] in ("builtins", "torch")
     if not (isinstance(error, RuntimeError) and is_of_pytorch):
         return False

@@ -101,12 +101,14 @@ class Ledger(Lines):
         with self._lock:
             self.read()
             if self._end > self._on_disk:
-                # Written again: where it failed once, the next fsync of the same does nothing.
+                # The last is written again: where it failed once, the next fsync of the same does
+                # nothing. Those before it were on disk before it was appended.
                 with self._path.open("r+b") as file:
                     file.seek(self._on_disk)
                     lines = file.read(self._end - self._on_disk)
-                    file.seek(self._on_disk)
-                    file.write(lines)
+                    last = lines.rfind(b"\n", 0, -1) + 1
+                    file.seek(self._on_disk + last)
+                    file.write(lines[last:])
                     self._sync(file)
                 self._on_disk = self._end
             yield
@@ -171,11 +173,11 @@ def _sync_folders(path: Path) -> None:
     """Put the name of a file on disk, and those of its folders, which may be new."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
-    device = path.stat().st_dev
+    device = path.parent.stat().st_dev
     for folder in path.absolute().parents:
-        if folder.stat().st_dev != device:
-            return
         try:
+            if folder.stat().st_dev != device:
+                return
             handle = os.open(folder, os.O_RDONLY)
         except PermissionError:  # of another user, so it is not new
             return

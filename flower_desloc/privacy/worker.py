@@ -41,8 +41,10 @@ _WITNESSES = 4
 """Records that are tried for one that has a gradient."""
 _MOST_ANSWERS = 8
 """Different sums of one step: they differ only if data change, or fail at times."""
-_DEVIATIONS = 6
-"""How far noise and draws may move the number of records that fail; more practically never."""
+_OF_NOISE, _OF_DRAWS = 6, 2
+"""Deviations by which noise, practically never, and draws may raise the number of failing records.
+
+Of draws at a half: much fewer failing records stay far below it."""
 _NOISE_STD = "noise_std"
 """Setting of a parameter group: the standard deviation of the gradient's noise."""
 
@@ -102,7 +104,7 @@ class PrivateLoss:
 
         Raises ``BudgetSpentError`` if the budget does not suffice, before a record is read, and
         ``SiteRefusedError`` where the loss of a record is seen to depend on others, or most records
-        of the steps so far fail.
+        of this object's steps so far fail.
         """
         params = trained(self.module, self.optimizer)
         cost = self._cost()
@@ -168,15 +170,16 @@ class PrivateLoss:
         the sum. A record that fails has C there and a gradient of 0, any other and an empty one 0.
         So one in place of an empty one still changes all by at most C.
 
-        The noise of one step may hide all of them, so the numbers of all steps so far are added.
+        The noise of one step may hide all of them, so the numbers of a window's steps are added.
         """
         noisy = torch.tensor(failed, dtype=torch.float64)
         if cost.noise_multiplier:  # no parameter has a name with an empty part
             noisy = with_noise(noisy, self._key(key, ".failed"), cost.noise_multiplier)
         self._noisy_failures[key] = float(noisy)
         steps, half = len(self._noisy_failures), cost.sample_rate * self.examples.number / 2
-        deviation = math.sqrt(steps * (cost.noise_multiplier**2 + half))  # if half of them fail
-        if sum(self._noisy_failures.values()) > steps * half + _DEVIATIONS * deviation:
+        by_chance = _OF_NOISE * cost.noise_multiplier + _OF_DRAWS * math.sqrt(half)
+        most = steps * half + math.sqrt(steps) * by_chance
+        if sum(self._noisy_failures.values()) > most:
             raise SiteRefusedError(
                 "differential privacy: most records could not be computed; see this site's log"
             )

@@ -53,7 +53,7 @@ def test_where_all_records_fail_steps_are_refused_and_only_the_site_is_told_why(
         with pytest.raises(SiteRefusedError, match=r"most records .* see this site's log$") as told:
             worker.steps(0, 12)
         assert not getattr(told.value, "__notes__", ())
-    assert 4 < len(account.charged) < 12  # repeated alike
+    assert 1 < len(account.charged) < 6  # repeated alike
     assert "6 examples of 12 cannot be read and count as none" in caplog.text
     assert "6 examples of 6 fail and count as none" in caplog.text
     guarded(account).steps(0, 12)  # it has left nothing of a record
@@ -82,6 +82,14 @@ def test_a_run_is_refused_by_the_number_of_records_that_fail_and_noise(
             continue
         found += 1
     assert found == refused
+
+
+@pytest.mark.parametrize(("noise", "number"), [(0.5, 64), (2.0, 64), (0.0, 20)])
+def test_one_step_is_refused_where_noise_does_not_hide_that_all_fail(noise, number):
+    private_loss = guarded().loss_at
+    private_loss = replace(private_loss, examples=replace(private_loss.examples, number=number))
+    with pytest.raises(SiteRefusedError, match="most records could not be computed"):
+        private_loss._require_computed(number, b"", Step(noise, 1.0))
 
 
 def test_a_step_that_is_repeated_counts_once_towards_the_failing_ones():
@@ -192,6 +200,9 @@ def test_an_error_is_of_memory_if_it_is_pytorchs(text):
     assert is_of_memory(RuntimeError(text))
     for of_record in (ValueError, KeyError, OSError, OwnError, IndexError):
         assert not is_of_memory(of_record(text))
+    panic = RuntimeError(f"PanicException: {text}")
+    panic.__cause__ = PanicException(text)
+    assert not is_of_memory(panic)
     assert not is_of_memory(RuntimeError("shapes differ"))
     assert is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_of_memory(OSError(errno.ENOENT, text))
