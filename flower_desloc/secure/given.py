@@ -73,7 +73,7 @@ class GivenSum:
 
 
 class GivenSums:
-    """The sums in the file beside ``record``, the other file of a site. One process uses it."""
+    """The given sums of the site whose ``record`` this is (``given_file``), for one process."""
 
     def __init__(self, record: Path) -> None:
         self._record, self._path = record, given_file(record)
@@ -142,5 +142,5 @@ class GivenSums:
 
 
 def given_file(record: Path) -> Path:
-    """Return the file of what a site gave, beside its other one."""
+    """Return the path of a site's file of given sums, which is beside its ``record``."""
     return record.with_suffix(".given.jsonl")

@@ -142,8 +142,8 @@ class SiteSum:
 
     Args:
         identity: The site's key and its peers'.
-        path: The file of what the site has promised, of all runs; beside it is that of what it has
-            given (``given.GivenSums``). No message deletes them.
+        path: The site's record of sums in progress, of all runs; the given sums are in another file
+            (``given.given_file``). No message deletes them.
         run: The run's name.
 
     """

@@ -475,7 +475,7 @@ def test_what_a_site_keeps_of_its_states_is_of_those_that_it_has(tmp_path):
     run.watch.after[:] = [lambda record: look(record) if record.step else None]
     run.start()
     assert max(map(len, seen)) < 6
-    assert not any(record.events for record in run.watch.records)  # nobody has begun afresh
+    assert not any(record.events for record in run.watch.records)  # no client has lost its state
 
 
 def test_a_new_run_over_other_sites_from_the_same_averages_is_refused(tmp_path):

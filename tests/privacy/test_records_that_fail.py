@@ -1,4 +1,4 @@
-"""Records that cannot be computed count as none, and tell nobody but the site."""
+"""Records that cannot be computed count as none, and only the site's log says so."""
 
 import errno
 import math

@@ -56,9 +56,9 @@ def audited(
 ) -> Message:
     """Flower mod: note what a message asked and what its reply has, where there is an audit log.
 
-    After training it also notes what ``spent`` tells of the site's privacy. The line is on disk
-    before the reply leaves. Raises ``OSError`` where it cannot be written: the reply is then not
-    sent.
+    After training it also notes the privacy cost so far, which ``spent`` returns. The line is on
+    disk before the reply leaves. Raises ``OSError`` where it cannot be written: the reply is then
+    not sent.
     """
     if AUDIT_LOG not in context.node_config:
         return call(message, context)
